@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import sys
 
 # What XLA compiled for one test, worker or run is loaded by the next. Set
 # before JAX is imported, for the processes that tests start as well.
@@ -62,11 +61,3 @@ def use_accelerator(request):
       yield
   else:
     yield
-
-
-@pytest.fixture(autouse=True)
-def forget_the_calls_outside_of_jit():
-  """They are counted by the code, which tests may share: `_messages.py`."""
-  messages = sys.modules.get("optax_lossscale._autocast._messages")
-  if messages is not None:
-    messages._call_counts.clear()

@@ -127,9 +127,8 @@ def autocast(
   Warns:
     UserWarning: if ``fun`` contains nothing to run in ``dtype``; if a name
       selects no matmul, but may select one in a custom derivative rule that
-      can't be inspected; if matmuls are inside an operation that autocast can't
-      rewrite, with their percentage of the FLOPs and their lines; or at the
-      third call with the same shapes outside ``jit``.
+      can't be inspected; or if matmuls are inside an operation that autocast
+      can't rewrite, with the lines of up to three of these operations.
 
   Examples:
     >>> import jax
@@ -185,7 +184,6 @@ def autocast(
     # If a message is about matmuls that stayed in float32, `fun` has matmuls.
     if not result.message and not log.has_matmuls:
       warn_once(_messages.describe_nothing_cast(fun, thunk, dtype))
-    warn_once(_messages.describe_unjitted_calls(fun, (args, kwargs), out))
     return out
 
   return autocast_fun

@@ -1,18 +1,13 @@
-"""Writes the warnings of `autocast`, and counts its calls outside ``jit``."""
+"""Writes the warnings of `autocast`."""
 
-import collections
 from collections.abc import Callable, Set
-import functools
-import inspect
 from typing import Any
-import weakref
 
 import jax
 from jax.extend import core
 
 from optax_lossscale._autocast import _matmuls
 from optax_lossscale._jaxprs import (
-  _avals,
   _eqns,
   _primitives,
   _provenance,
@@ -20,19 +15,7 @@ from optax_lossscale._jaxprs import (
   _walk,
 )
 
-# One or two calls outside `jit` are normal in interactive use.
-_WARN_AT_CALL = 3
-
-# The number of calls for each code object and the shapes of its arguments. The
-# code object is the key instead of the function, because a training loop may
-# create its loss function in each step. The reference is weak, so that neither
-# functions nor the arrays in their closures are kept alive.
-_call_counts: weakref.WeakKeyDictionary[Any, collections.Counter[Any]] = (
-  weakref.WeakKeyDictionary()
-)
 _MAX_LISTED = 3
-# The label under which the FLOPs of matmuls in half precision are counted.
-_REWRITTEN_LABEL = ""
 
 
 def describe_unentered(
@@ -44,39 +27,39 @@ def describe_unentered(
 
   Args:
     closed_jaxpr: the jaxpr before the rewrite.
-    unentered_eqns: the equations that contain matmuls but can't be rewritten.
+    unentered_eqns: the equations that can't be rewritten. Some may contain no
+      matmul, but a rule that may contain matmuls.
     dtype: the half precision.
 
   Returns:
-    The warning; empty if there are no such equations.
+    The warning; empty if no equation contains a matmul.
   """
   if not unentered_eqns:
     return ""
-  flops_fractions, exported_locations = _flops_by_location(
-    closed_jaxpr, unentered_eqns, dtype
+  search = _matmuls.MatmulSearch(dtype)
+  locations = list(
+    dict.fromkeys(
+      _provenance.format_location(
+        _source_info.get_primitive_name(visit.eqn), visit.location.source_line
+      )
+      for visit in _walk.walk(closed_jaxpr, _matmuls.subjaxprs_to_search)
+      if visit.eqn in unentered_eqns
+      and (
+        _matmuls.has_exported_matmul(visit.eqn) or search.any_inside(visit.eqn)
+      )
+    )
   )
-  sentences = []
-  if flops_fractions:
-    largest = sorted(
-      flops_fractions, key=lambda location: -flops_fractions[location]
-    )
-    sentences.append(
-      f"autocast left {_join_truncated(largest)} unchanged: the matmuls and"
-      f" convolutions inside ({sum(flops_fractions.values()):.1%} of the"
-      " matmul FLOPs)"
-      f" run in float32 instead of {dtype}. To keep them in float32 and silence"
-      " this warning, wrap the function that calls them in"
-      " optax_lossscale.keep_float32."
-    )
-  if exported_locations:
-    sentences.append(
-      f"autocast left {_join_truncated(exported_locations)} unchanged:"
-      " the matmuls and"
-      " convolutions of an exported function run in float32. To keep them in"
-      " float32 and silence this warning, wrap the function that calls it in"
-      " optax_lossscale.keep_float32."
-    )
-  return " ".join(sentences)
+  if not locations:
+    return ""
+  listed = ", ".join(locations[:_MAX_LISTED])
+  if len(locations) > _MAX_LISTED:
+    listed += f" and {len(locations) - _MAX_LISTED} more"
+  return (
+    f"autocast left {listed} unchanged: the matmuls and convolutions inside run"
+    f" in float32 instead of {dtype}. To keep them in float32 and silence this"
+    " warning, wrap the function that calls them in"
+    " optax_lossscale.keep_float32."
+  )
 
 
 def describe_nothing_cast(
@@ -125,37 +108,6 @@ def describe_nothing_cast(
   return message + _explain_dtypes(matmuls, str(dtype))
 
 
-def describe_unjitted_calls(
-  fun: Callable[..., Any], inputs: Any, out: Any
-) -> str:
-  """Count a call outside ``jit``, and return the warning at the third one.
-
-  Args:
-    fun: the function.
-    inputs: the arguments of the call.
-    out: the output of the call. Concrete arrays show that no ``jit`` or other
-      transformation traces the call.
-
-  Returns:
-    The warning at the third call with the same shapes; empty at all others.
-  """
-  arrays = [x for x in jax.tree.leaves(out) if isinstance(x, jax.Array)]
-  # With `jax.disable_jit()`, the user runs without `jit` on purpose.
-  if jax.config.jax_disable_jit or not arrays:
-    return ""
-  if not all(map(_avals.is_concrete, arrays)):
-    return ""
-  if _count_call(fun, (inputs, out)) != _WARN_AT_CALL:
-    return ""
-  name = getattr(fun, "__name__", type(fun).__name__)
-  return (
-    f"autocast ran {name} outside of jit for the third time with the same"
-    " shapes. Each call traces it again, runs its operations one by one and"
-    f" recompiles the functions that are jitted inside. Call {name} in a jitted"
-    " function, such as the training step."
-  )
-
-
 def _format_operand_dtypes(eqn: core.JaxprEqn) -> str:
   """Return ``float32``, or ``float32 @ bfloat16`` if the operands differ."""
   return " @ ".join(dict.fromkeys(map(str, _matmuls.get_operand_dtypes(eqn))))
@@ -196,88 +148,3 @@ def _explain_dtypes(matmuls: list[core.JaxprEqn], dtype: str) -> str:
       f" {dtype}, the matmul is unchanged. Cast the other operand to float32."
     )
   return explanation
-
-
-def _flops_by_location(
-  closed_jaxpr: _eqns.ClosedJaxpr,
-  unentered_eqns: Set[core.JaxprEqn],
-  dtype: Any,
-) -> tuple[dict[str, float], list[str]]:
-  """Count the FLOPs of matmuls that autocast could not rewrite.
-
-  Args:
-    closed_jaxpr: the jaxpr before the rewrite.
-    unentered_eqns: the equations that contain matmuls but can't be rewritten.
-    dtype: the half precision.
-
-  Returns:
-    For each location of such an equation, its fraction of the FLOPs of all
-    matmuls; and the locations of exported functions, whose FLOPs are unknown.
-  """
-  flops: dict[str, int] = {}
-  exported_locations: dict[str, None] = {}
-  for visit in _walk.walk(closed_jaxpr, _matmuls.subjaxprs_to_search):
-    if _matmuls.has_exported_matmul(visit.eqn):
-      exported_locations[_format_location(visit)] = None
-    if _matmuls.is_castable_matmul(visit.eqn, dtype):
-      unentered_visit = next(
-        (x for x in visit.self_and_ancestors if x.eqn in unentered_eqns), None
-      )
-      location = (
-        _format_location(unentered_visit)
-        if unentered_visit
-        else _REWRITTEN_LABEL
-      )
-      # With symbolic sizes the FLOPs are unknown, and each matmul counts as 1.
-      num_flops = visit.num_executions * (
-        _primitives.count_flops(visit.eqn) or 1
-      )
-      flops[location] = flops.get(location, 0) + num_flops
-  total = sum(flops.values()) or 1  # The only loop may run for zero steps.
-  flops.pop(_REWRITTEN_LABEL, None)
-  return {location: n / total for location, n in flops.items()}, list(
-    exported_locations
-  )
-
-
-def _format_location(visit: _walk.EqnVisit) -> str:
-  return _provenance.format_location(
-    _source_info.get_primitive_name(visit.eqn), visit.location.source_line
-  )
-
-
-def _join_truncated(locations: list[str]) -> str:
-  joined = ", ".join(locations[:_MAX_LISTED])
-  num_more = len(locations) - _MAX_LISTED
-  return f"{joined} and {num_more} more" if num_more > 0 else joined
-
-
-def _count_call(fun: Callable[..., Any], inputs_and_out: Any) -> int:
-  """Count a call, and return the number of calls with the same shapes."""
-  counts_by_shapes = _call_counts.setdefault(
-    _get_code(fun), collections.Counter()
-  )
-  shapes_hash = _hash_shapes(inputs_and_out)
-  counts_by_shapes[shapes_hash] += 1
-  return counts_by_shapes[shapes_hash]
-
-
-def _get_code(fun: Any) -> Any:
-  """Return an object that stays the same if a function is created again."""
-  while isinstance(fun, functools.partial):
-    fun = fun.func
-  fun = inspect.unwrap(fun)
-  # A method has the code of its function, and a callable layer has none.
-  return getattr(fun, "__code__", type(fun))
-
-
-def _hash_shapes(tree: Any) -> int:
-  """Hash the shapes and dtypes of a tree, so that no array is kept alive."""
-  try:
-    leaves = jax.tree.leaves(tree)
-  except (TypeError, ValueError):  # JAX can't sort the keys of a dict.
-    return 0
-  descriptions = [
-    f"{getattr(x, 'dtype', type(x))}{getattr(x, 'shape', '')}" for x in leaves
-  ]
-  return hash(tuple(descriptions))

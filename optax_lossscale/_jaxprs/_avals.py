@@ -47,18 +47,6 @@ def cast_to_varying(x: jax.Array, axes: Any) -> jax.Array:
   return lax.pvary(x, axes)  # type: ignore[attr-defined]
 
 
-def is_concrete(x: Any) -> bool:
-  """Return whether the numbers of an array are known while Python runs.
-
-  The tracer of a derivative outside of ``jit`` has its numbers. A tracer
-  without ``to_concrete_value`` counts as abstract.
-  """
-  if not isinstance(x, jax.core.Tracer):
-    return True
-  to_value = getattr(x, "to_concrete_value", lambda: None)
-  return to_value() is not None
-
-
 def is_ref(aval: Any) -> bool:
   """Return whether a type is that of a Ref instead of an array."""
   return hasattr(aval, "inner_aval")

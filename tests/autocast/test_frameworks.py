@@ -56,7 +56,6 @@ def run_in_nnx(loss_fn, jit):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:autocast ran:UserWarning")  # one has no jit
 @pytest.mark.parametrize("jit", [nnx.jit, lambda fun: fun])
 def test_an_nnx_model_changes_in_place_as_without_autocast(jit):
   returned, state = run_in_nnx(ols.autocast(nnx_loss), jit)

@@ -60,57 +60,45 @@ NOT_ENTERED = {
 
 
 @pytest.mark.parametrize("name", NOT_ENTERED)
-def test_an_opaque_primitive_is_reported_with_its_flops_share_and_line(name):
+def test_an_opaque_primitive_is_reported_with_its_line(name):
   part = NOT_ENTERED[name]
   half = ols.autocast(lambda a, b: part(a, b) + a @ b)
   with pytest.warns(UserWarning, match=f"left {name}") as caught:
     out = jax.jit(half)(A, B)
   text = str(caught[0].message)
   assert f"{name} at test_reach.py:" in text and part.__name__ in text
-  assert "% of the matmul FLOPs" in text and "float32" in text
+  assert "run in float32 instead of float16" in text
   np.testing.assert_allclose(out, part(A, B) + A @ B, rtol=0.01, atol=0.01)
+
+
+def test_an_opaque_call_without_a_matmul_is_not_reported():
+  """It contains a rule, which may have matmuls."""
+  sin = jax.custom_vjp(jnp.sin)
+  sin.defvjp(lambda a: (jnp.sin(a), a), lambda a, g: (g * jnp.cos(a),))
+  fun = jax.custom_batching.custom_vmap(lambda a: sin(a))
+  fun.def_vmap(lambda size, batched, a: (sin(a), True))
+  half = ols.autocast(lambda a, b: fun(a) @ b)
+  assert jaxprs.count_matmuls_by_dtype(half, A, B) == {"float16": 1}
 
 
 def test_an_opaque_matmul_with_an_operand_in_half_precision_is_reported():
   half = ols.autocast(lambda a, b: with_a_batching_rule(a, b) + a @ b)
-  with pytest.warns(UserWarning, match=r"custom_vmap_call .*\(50\.0% of the"):
+  with pytest.warns(UserWarning, match="left custom_vmap_call"):
     jax.jit(half)(A, B.astype("float16"))
 
 
-def test_the_flops_share_counts_each_execution():
-  def fun(a, b):
-    step = lambda c, _: (linear(a, c), None)
-    once = linear(a, b)
-    many, _ = lax.scan(step, b, length=5)
-    return once + many + (a @ b) @ a
-
-  # Six of eight matmuls: the scan is entered, and `linear_call` in it is not.
-  with pytest.warns(UserWarning, match=r"linear_call.*75\.0% of the matmul"):
-    counts = jaxprs.count_matmuls_by_dtype(ols.autocast(fun), A, B)
-  assert counts == {"float32": 2, "float16": 2}
-
-
-def test_for_symbolic_sizes_the_warning_counts_matmuls():
-  (n,) = export.symbolic_shape("n")
-  shape = jax.ShapeDtypeStruct((n, n), jnp.float32)
-  half = jax.jit(ols.autocast(lambda x: with_a_batching_rule(x, x) + x @ x))
-  with pytest.warns(UserWarning, match=r"50\.0% of the matmul"):
-    exported = export.export(half)(shape)
-  np.testing.assert_array_equal(exported.call(jnp.eye(3)), 2 * jnp.eye(3))
-
-
 @pytest.mark.parametrize("count", [1, 3, 5])
-def test_the_warning_lists_the_three_largest_locations(count):
+def test_the_warning_lists_the_first_three_locations(count):
   call = jax.custom_derivatives.linear_call
   times = functools.partial(call, lambda a, b: a @ b, lambda a, g: a.T @ g)
   call_sites = [
     lambda a: times(a, B),
     lambda a: times(a, B),
     lambda a: times(a, B),
-    lambda a: times(a, jnp.ones((4, 16))),
+    lambda a: times(a, B),
     lambda a: times(a, B),
   ]
-  with pytest.warns(UserWarning, match=r"100\.0%") as caught:
+  with pytest.warns(UserWarning) as caught:
     jax.make_jaxpr(ols.autocast(lambda a: [x(a) for x in call_sites[:count]]))(
       A
     )
@@ -122,8 +110,8 @@ def test_the_warning_lists_the_three_largest_locations(count):
     == (count == 5)
     == (" more" in message)
   )
-  largest = call_sites[3 if count == 5 else 0].__code__.co_firstlineno
-  assert f"left linear_call at test_reach.py:{largest}" in message
+  first = call_sites[0].__code__.co_firstlineno
+  assert f"left linear_call at test_reach.py:{first}" in message
 
 
 def test_a_function_with_other_results_cannot_replace_an_equation():
