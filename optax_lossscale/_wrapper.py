@@ -1,8 +1,6 @@
 """``with_loss_scaling``: loss scaling as an Optax gradient transformation."""
 
-from collections.abc import Callable
-import functools
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -21,9 +19,6 @@ from optax_lossscale import (
   _tags,
 )
 from optax_lossscale._jaxprs import _provenance
-
-_Args = ParamSpec("_Args")
-_Result = TypeVar("_Result")
 
 
 class WithLossScalingState(NamedTuple):
@@ -46,20 +41,6 @@ class WithLossScalingState(NamedTuple):
   inner_state: Any
 
 
-def _reject_policy_kwargs(
-  fun: Callable[_Args, _Result],
-) -> Callable[_Args, _Result]:
-  """Decorate a function to raise a helpful error for options of a policy."""
-
-  @functools.wraps(fun)
-  def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-    _policies.check_no_policy_kwargs(kwargs)
-    return fun(*args, **kwargs)
-
-  return wrapper
-
-
-@_reject_policy_kwargs
 def with_loss_scaling(
   inner: optax.GradientTransformation | optax.MultiSteps,
   loss_scale: _policies.PolicyLike = "dynamic",

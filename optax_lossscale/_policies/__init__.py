@@ -16,7 +16,6 @@ from optax_lossscale._policies._headroom import (
 )
 from optax_lossscale._policies._policy_like import (
   as_policy,
-  check_no_policy_kwargs,
   PolicyLike,
   uses_grads_amax,
 )

@@ -1,7 +1,6 @@
 """Convert a ``loss_scale`` argument (policy, name or number) to a policy."""
 
-from collections.abc import Callable, Mapping
-import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -56,17 +55,3 @@ def uses_grads_amax(policy: LossScalePolicy) -> bool:
   """
   method = getattr(policy.adjust, "__func__", None)
   return method not in (DynamicLossScale.adjust, FixedLossScale.adjust)
-
-
-def check_no_policy_kwargs(kwargs: Mapping[str, Any]) -> None:
-  """Raise if arguments of `with_loss_scaling` are options of a policy."""
-  for policy in (DynamicLossScale, HeadroomLossScale):
-    names = {field.name for field in dataclasses.fields(policy)}
-    policy_kwargs = {k: v for k, v in kwargs.items() if k in names}
-    if policy_kwargs:
-      formatted = ", ".join(f"{k}={v!r}" for k, v in policy_kwargs.items())
-      raise TypeError(
-        "with_loss_scaling takes a policy, not the options of a policy, got"
-        f" {formatted}. Write with_loss_scaling(optimizer,"
-        f" {policy.__name__}({formatted}))."
-      )

@@ -359,34 +359,6 @@ def test_argnums_may_be_any_integers_or_diff_states_of_flax_nnx():
   assert grad.tolist() == [1.0]
 
 
-@pytest.mark.parametrize(
-  "options, call",
-  [
-    ({"growth_interval": 100}, "DynamicLossScale(growth_interval=100)"),
-    ({"min_scale": 0.5, "max_norm": 1.0}, "DynamicLossScale(min_scale=0.5)"),
-    (
-      {"init_scale": 8.0, "hysteresis": 2},
-      "DynamicLossScale(init_scale=8.0, hysteresis=2)",
-    ),
-    ({"amax_history_len": 16}, "HeadroomLossScale(amax_history_len=16)"),
-  ],
-)
-def test_policy_options_passed_to_the_wrapper_raise_an_error_with_the_fix(
-  options, call
-):
-  text = get_message(
-    TypeError, lambda: ols.with_loss_scaling(optax.sgd(1.0), **options)
-  )
-  assert f"Write with_loss_scaling(optimizer, {call})." in text
-
-
-def test_an_unknown_option_is_refused_as_python_does():
-  text = get_message(
-    TypeError, lambda: ols.with_loss_scaling(optax.sgd(1.0), interval=100)
-  )
-  assert "unexpected keyword argument 'interval'" in text
-
-
 def test_a_state_that_changes_its_structure_is_refused():
   inner = optax.GradientTransformation(
     lambda p: (), lambda u, s, p=None: (u, {"new": u})
