@@ -364,6 +364,9 @@ def _call_loss_fn(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def _check_not_inside_value_and_grad() -> None:
   """Raise if `scale_loss` is called in the loss function of `value_and_grad`.
 
+  `check_step` names it only if both scales are inputs of the step: the scale
+  of a state that the loss closes over is a constant factor.
+
   The call stack shows this, so no state has to be kept while tracing. The
   search ends at code of JAX's autodiff: a function that the loss itself
   differentiates, such as an inner loss, may have its own loss scale.

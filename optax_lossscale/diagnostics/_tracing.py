@@ -296,7 +296,11 @@ def _trace_or_unwrap(
 
 @contextlib.contextmanager
 def _restore_attributes(caller: str, fun: Any) -> Iterator[None]:
-  """Raise if a method writes tracers to its object, and restore the object."""
+  """Raise if a method writes tracers to its object, and restore the object.
+
+  Otherwise the report would find no problem, and the object would lose its
+  parameters: JAX raises only when they are used again.
+  """
   owner = fun.__self__ if inspect.ismethod(fun) else None
   attributes = getattr(owner, "__dict__", {})
   saved_attributes = dict(attributes)
