@@ -1,4 +1,4 @@
-"""Writes the warnings of `autocast`."""
+"""Writes the warnings of `autocast` about matmuls that stay in float32."""
 
 from collections.abc import Callable, Set
 from typing import Any

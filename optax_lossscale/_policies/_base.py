@@ -70,7 +70,7 @@ def get_scale_bounds(policy: LossScalePolicy | None) -> tuple[Any, Any]:
   return getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
 
 
-def get_lowest_scale(policy: LossScalePolicy | None) -> Any:
+def get_lowest_scale(policy: LossScalePolicy) -> Any:
   """Return the scale that no overflow lowers any further; None if unknown.
 
   `interop` has policies that stop above their `min_scale`. Their attribute
