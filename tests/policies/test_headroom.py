@@ -129,6 +129,29 @@ def test_a_few_steps_of_zeros_are_not_evidence_and_preserve_the_window(zero):
   )
 
 
+@jax.jit
+def run_with_margin(margin, amaxes):
+  return run_steps(
+    ols.HeadroomLossScale(margin=margin), np.isfinite(AMAXES), amaxes
+  )
+
+
+# Steps of gradients, float32 gradients and overflows.
+AMAXES = np.float32([2.0**-14] * 40 + [2.0**30] + [INF] * 7)
+
+
+@pytest.mark.parametrize("margin", [-6, 1, 4, 10])
+def test_the_margin_is_the_binades_between_the_gradients_and_the_top(margin):
+  log2_scale = np.log2(run_with_margin(margin, AMAXES).loss_scale)
+  # The top of float16 is just below 2**16.
+  assert log2_scale[39] == 15 - margin + 14
+  # The surrogate asks for 8 binades more, whatever the margin.
+  surrogate = run_with_margin(margin, AMAXES).policy_state.amax_history[40, 0]
+  assert np.log2(surrogate) == 15 - margin - (log2_scale[39] + 8)
+  # The largest gradient is the smallest normal number, 2**-14.
+  assert log2_scale[-1] == 0
+
+
 # After overflows.
 
 
