@@ -20,27 +20,35 @@ REFILLS = ["growth", "finite", "backoff"]
 POWERS = [2.0**k for k in range(-126, 127)]
 
 
-def run_steps(policy, finites, state=None):
-  """The states after each step."""
+@functools.partial(jax.jit, static_argnums=0)
+def run_any(words, numbers, finites, state):
+  """Compiled for all policies that differ in numbers alone."""
+  policy = ols.DynamicLossScale(**dict(words), **numbers)
 
   def step(state, finite):
     state = policy.adjust(state, finite)
     return state, state
 
-  state = policy.init() if state is None else state
   return jax.lax.scan(step, state, finites)[1]
 
 
-run = jax.jit(run_steps, static_argnums=0)
-
-
-def parse_finite(string):
-  """The steps of a string of F (finite) and T (overflow)."""
-  return np.array([c == "F" for c in string])
+def run(policy, finites, state=None):
+  """The states after each step; runs are padded to share programs."""
+  numbers = dataclasses.asdict(policy)
+  # The structure of the state, or a branch in Python, depends on these.
+  names = "hysteresis", "hysteresis_refill"
+  words = tuple((name, numbers.pop(name)) for name in names)
+  padded = np.zeros(32 if len(finites) <= 32 else 640, bool)
+  padded[: len(finites)] = finites
+  state = jax.tree.map(np.asarray, policy.init() if state is None else state)
+  states = run_any(words, numbers, padded, state)
+  return jax.tree.map(lambda x: np.asarray(x)[: len(finites)], states)
 
 
 def run_scales(policy, string, state=None):
-  return run(policy, parse_finite(string), state).loss_scale.tolist()
+  """The scales after each step of a string of F (finite) and T (overflow)."""
+  finites = [c == "F" for c in string]
+  return run(policy, finites, state).loss_scale.tolist()
 
 
 @st.composite
@@ -60,12 +68,6 @@ def policies(draw):
   )
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def run_any(words, numbers, finites):
-  """Compiled for all policies that differ in numbers alone."""
-  return run_steps(ols.DynamicLossScale(**dict(words), **numbers), finites)
-
-
 @given(policies(), st.lists(st.booleans(), min_size=30, max_size=30))
 def test_dynamic_follows_its_model(policy, finites):
   model = Model(policy)
@@ -75,11 +77,7 @@ def test_dynamic_follows_its_model(policy, finites):
     left = () if model.policy_state is None else (model.policy_state,)
     counts = model.count, model.in_a_row, finite, model.total
     expected.append((model.scale, *counts, *left))
-  numbers = dataclasses.asdict(policy)
-  # The structure of the state, or a branch in Python, depends on these.
-  names = "hysteresis", "hysteresis_refill"
-  words = tuple((name, numbers.pop(name)) for name in names)
-  states = run_any(words, numbers, np.array(finites))
+  states = run(policy, finites)
   steps = zip(*(x.tolist() for x in jax.tree.leaves(states)), strict=True)
   assert list(steps) == expected
 
@@ -232,8 +230,8 @@ def test_every_hyperparameter_acts_after_jit_scan_and_a_checkpoint(name):
     model.step(c == "F")
     expected.append(model.scale)
 
-  head = run(changed, parse_finite(string[:cut]))
-  last = jax.tree.map(lambda x: np.asarray(x[-1]), head)
+  head = run(changed, [c == "F" for c in string[:cut]])
+  last = jax.tree.map(lambda x: x[-1], head)
   got = head.loss_scale.tolist() + run_scales(changed, string[cut:], last)
   assert got == expected
   assert got != run_scales(default, string)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import pickle
 
-from helpers import mark_slow_params, sharding
+from helpers import sharding
 from helpers.policy_models import Model
 from hypothesis import given
 from hypothesis import strategies as st
@@ -129,7 +129,8 @@ OPERATION = st.one_of(
 )
 
 
-@pytest.mark.parametrize("devices", mark_slow_params([1], [1, 2, 8]))
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2, 8])
 @given(policies(), st.lists(OPERATION, min_size=1, max_size=14))
 def test_any_program_behaves_like_the_model(devices, policy, program):
   model = Run(policy)
