@@ -1,51 +1,38 @@
 """Replaying recorded trajectories with our policies, and comparing."""
 
 import dataclasses
-import functools
-import itertools
 import json
 
-from interop.golden import record_common as common
-import jax
+from interop.golden import encoding
 import numpy as np
+
+from helpers.policy_models import run_policy
+import optax_lossscale as ols
 
 LOW, HIGH = 2.0**-126, 2.0**126
 
 
 def load(name):
-  return json.loads((common.HERE / f"{name}.json").read_text())
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def scan_policy(policy, state, finite):
-  def body(state, step):
-    state = policy.adjust(state, step)
-    return state, (state.loss_scale, state.finite_count, state.last_finite)
-
-  return jax.lax.scan(body, state, finite)[1]
+  return json.loads((encoding.HERE / f"{name}.json").read_text())
 
 
 def replay(policy, state, steps):
-  """Ours, in one compiled scan; padded, so that strings share it."""
-  finite = np.array([step == "F" for step in steps])
-  length = max(128, 1 << (len(steps) - 1).bit_length())
-  padded = np.concatenate([finite, np.zeros(length - len(finite), bool)])
-  # The first scale does not act on the steps; equal rules share a compilation.
-  if hasattr(policy, "init_scale"):
+  """The scale, the count and whether it was applied, after each step."""
+  if not isinstance(policy, ols.DynamicLossScale | ols.FixedLossScale):
+    # The first scale does not act on the steps; equal rules share a program.
     init_scale = min(
       max(2.0**15, policy.min_scale), getattr(policy, "max_scale", HIGH)
     )
     policy = dataclasses.replace(policy, init_scale=init_scale)
-  return [
-    np.asarray(x)[: len(steps)] for x in scan_policy(policy, state, padded)
-  ]
+  states = run_policy(policy, [step == "F" for step in steps], state)
+  return states.loss_scale, states.finite_count, states.last_finite
 
 
 def assert_same_trajectory(expected, expected_counts, actual, may_leave_range):
   scales = np.array(
-    [common.decode_scale(x) for x in common.decode_runs(expected["scale"])]
+    [encoding.decode_scale(x) for x in encoding.decode_runs(expected["scale"])]
   )
-  outcomes = common.unpack(expected["taken"])
+  outcomes = encoding.unpack(expected["taken"])
   our_scales, our_counts, our_applied = actual
   in_range_mask = is_in_range(scales)
   end = len(scales) if in_range_mask.all() else int(np.argmin(in_range_mask))
@@ -63,7 +50,3 @@ def assert_same_trajectory(expected, expected_counts, actual, may_leave_range):
 def is_in_range(scale):
   """Whether float32 holds the scale and its reciprocal as normal numbers."""
   return (scale >= LOW) & (scale <= HIGH)
-
-
-def decode_counters(encoded):
-  return list(itertools.accumulate(common.decode_runs(encoded)))

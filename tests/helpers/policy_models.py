@@ -5,9 +5,62 @@ step by step outside of all transformations, so that a program shows what they
 and the optimizer tell it.
 """
 
+import dataclasses
+import functools
+
+import jax
 import numpy as np
 
 import optax_lossscale as ols
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _scan(make_policy, numbers, finites, state):
+  policy = make_policy(**numbers)
+
+  def step(state, finite):
+    state = policy.adjust(state, finite)
+    return state, state
+
+  return jax.lax.scan(step, state, finites)[1]
+
+
+def run_policy(policy, finites, state=None):
+  """The states after each step, in NumPy.
+
+  Runs are padded, and the numbers of a DynamicLossScale are arguments of the
+  compiled scan, so that its policies share a program.
+  """
+  make_policy, numbers = _split(policy)
+  padded = np.zeros(max(32, 1 << (len(finites) - 1).bit_length()), bool)
+  padded[: len(finites)] = finites
+  state = jax.tree.map(np.asarray, policy.init() if state is None else state)
+  states = _scan(make_policy, numbers, padded, state)
+  return jax.tree.map(lambda x: np.asarray(x)[: len(finites)], states)
+
+
+def _split(policy):
+  if not isinstance(policy, ols.DynamicLossScale):
+    return _Constant(policy), {}
+  numbers = dataclasses.asdict(policy)
+  # The structure of the state, or a branch in Python, depends on these.
+  words = numbers.pop("hysteresis"), numbers.pop("hysteresis_refill")
+  return _make_dynamic(*words), numbers
+
+
+@functools.cache
+def _make_dynamic(hysteresis, refill):
+  return functools.partial(
+    ols.DynamicLossScale, hysteresis=hysteresis, hysteresis_refill=refill
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Constant:
+  policy: object
+
+  def __call__(self):
+    return self.policy
 
 
 class Model:

@@ -17,6 +17,8 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale import interop
 
+pytestmark = pytest.mark.slow
+
 NUMBERS = st.one_of(
   st.integers(),
   st.integers(min_value=2**200, max_value=2**2000),

@@ -1,6 +1,6 @@
 """Trajectories of the real packages, replayed: scale, counter, skipped or not.
 
-`tests/interop/golden/record_*.py` recorded them. Where a package leaves the
+`tools/recorders` recorded them. Where a package leaves the
 range [2**-126, 2**126] in which float32 holds the scale and its reciprocal, the
 comparison ends, and ours must stay inside. apex is not on PyPI: two functions
 restate its `apex/amp/scaler.py` and `csrc/update_scale_hysteresis.cu`.
@@ -8,13 +8,12 @@ restate its `apex/amp/scaler.py` and `csrc/update_scale_hysteresis.cu`.
 
 import dataclasses
 import functools
-import json
 import random
 import re
 
-from helpers import interop_replay, ROOT
+from helpers import interop_replay, mark_slow_params, ROOT
 from helpers import interop_samples as samples
-from interop.golden import record_common as common
+from interop.golden import encoding
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +35,6 @@ class System:
   resume: object  # from these and what was saved to (policy, state)
   # From the recorded counters and the settings to ours.
   counts: object = lambda counters, settings: counters
-  key: str = "cases"  # the list of cases in the file
 
 
 def torch_start(settings):
@@ -91,9 +89,7 @@ SYSTEMS = {
     lambda s: interop.from_keras({"dynamic": True, **s}),
     keras_resume,
   ),
-  "tf": System(
-    "tf_keras", interop.from_keras, keras_resume, key="loss_scale_cases"
-  ),
+  "tf": System("tf", interop.from_keras, keras_resume),
   "keras": System("keras", keras_start, keras_resume),
   "flax": System(
     "flax",
@@ -142,40 +138,53 @@ SYSTEMS = {
 }
 
 
-def load_cases(system):
-  for case in interop_replay.load(system.file)[system.key]:
+@functools.cache
+def load_cases(name):
+  """The cases of each group, which have their settings in encoding."""
+  groups = {}
+  for case in interop_replay.load(SYSTEMS[name].file)["cases"]:
     if case["settings"].get("dynamic", True):
-      yield case
+      groups.setdefault(str(case["settings"]), []).append(case)
+  return list(groups.values())
+
+
+GROUPS = [(name, i) for name in SYSTEMS for i in range(len(load_cases(name)))]
+# A window of two steps.
+QUICK = [(name, 1) for name in SYSTEMS]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
-def test_policies_reproduce_each_recorded_trajectory(system):
-  for case in load_cases(system):
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+def test_policies_reproduce_each_recorded_trajectory(group):
+  name, number = group
+  system = SYSTEMS[name]
+  for case in load_cases(name)[number]:
     policy, state = system.start(case["settings"])
-    ours = interop_replay.replay(policy, state, common.unpack(case["steps"]))
+    ours = interop_replay.replay(policy, state, encoding.unpack(case["steps"]))
     counts = system.counts(
-      interop_replay.decode_counters(case["counter"]), case["settings"]
+      encoding.decode_counters(case["counter"]), case["settings"]
     )
     interop_replay.assert_same_trajectory(
       case, counts, ours, case["name"] in LEAVES_THE_RANGE
     )
 
 
-@pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
-def test_policies_continue_from_a_saved_state_like_the_other_system(system):
-  for case in load_cases(system):
-    half, steps = case["half"], common.unpack(case["steps"])
-    scales = common.decode_runs(case["scale"])
-    before = common.decode_scale(scales[half - 1]) if half else 1.0
+@pytest.mark.parametrize("group", mark_slow_params(QUICK, GROUPS), ids=str)
+def test_policies_continue_from_a_saved_state_like_the_other_system(group):
+  name, number = group
+  system = SYSTEMS[name]
+  for case in load_cases(name)[number]:
+    half, steps = case["half"], encoding.unpack(case["steps"])
+    scales = encoding.decode_runs(case["scale"])
+    before = encoding.decode_scale(scales[half - 1]) if half else 1.0
     if not interop_replay.is_in_range(before):
-      continue  # Refused, see test_interop_errors.
+      continue  # Refused, see test_errors.py.
     theirs = case.get("restored") or {
       "scale": scales[half:],
-      "taken": common.unpack(case["taken"])[half:],
+      "taken": encoding.unpack(case["taken"])[half:],
     }
-    counts = interop_replay.decode_counters(
-      theirs.get("counter") or common.decode_runs(case["counter"])
+    counts = encoding.decode_counters(
+      theirs.get("counter") or encoding.decode_runs(case["counter"])
     )
     counts = counts if "restored" in case else counts[half:]
     counts = system.counts(counts, case["settings"])
@@ -186,23 +195,9 @@ def test_policies_continue_from_a_saved_state_like_the_other_system(system):
     )
 
 
-@pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
-def test_step_sequences_of_each_kind_are_recorded(system):
-  names = {case["name"].rpartition(": ")[2] for case in load_cases(system)}
-  expected = {*common.make_strings(2), "top"}
-  if system.key != "cases":
-    expected = {name for name in expected if " at " not in name} - {"top"}
-  assert names >= expected
-
-
-@pytest.mark.parametrize("path", sorted(common.HERE.glob("*.json")))
-def test_a_golden_file_is_small_and_the_page_says_how_it_was_made(path):
-  assert path.stat().st_size < 100_000
-  golden = json.loads(path.read_text())
-  if path.stem == "exported":
-    return
-  recorder = golden["command"].split("/")[-1]
-  assert (common.HERE / recorder).exists()
+@pytest.mark.parametrize("file", sorted({x.file for x in SYSTEMS.values()}))
+def test_the_page_names_the_version_of_a_golden_file(file):
+  golden = interop_replay.load(file)
   version = re.escape(golden["version"].split(",")[0].split("+")[0])
   package = golden["package"].split(",")[0]
   page = (ROOT / "docs" / "reference" / "migrating.md").read_text()
@@ -247,12 +242,14 @@ def run_policy(policy, state, steps):
   return list(zip(scales, counts, strict=True))
 
 
-def draw_strings(window, hysteresis=1):
-  named = common.make_strings(window, hysteresis)
-  picked = [v for k, v in named.items() if "at" not in k or k.endswith(" 3")]
-  yield from picked
-  rng = random.Random(window)
-  yield "".join(rng.choice("FFFT") for _ in range(60))
+def draw_strings(n, hysteresis=1):
+  """Steps that distinguish rules of this window."""
+  yield from ("F" * (3 * n + 3), "T" * (hysteresis + 4), "FT" * 10)
+  yield from (("F" * i + "T") * 5 for i in (n - 1, n, n + 1))
+  bursts = (2, 3, hysteresis + 3)
+  yield "".join("F" * (n + 1) + "T" * k + "F" * n for k in bursts)
+  rng = random.Random(n)
+  yield from ("".join(rng.choices("FT", [4, k], k=60)) for k in (1, 4, 16))
 
 
 AMP_RULES = [
@@ -332,9 +329,9 @@ def test_factors_other_than_powers_of_two_may_differ_in_the_last_bit():
   differ = 0
   for scale in np.geomspace(1, 2.0**16, 100, dtype=np.float32):
     policy, state = interop.from_torch({**rule, "scale": scale})
-    ours = policy.adjust(state, True).loss_scale
+    (ours,), _, _ = interop_replay.replay(policy, state, "F")
     theirs = np.float32(np.float64(scale) * 1.1)
-    np.testing.assert_array_max_ulp(np.asarray(ours), theirs, maxulp=1)
+    np.testing.assert_array_max_ulp(ours, theirs, maxulp=1)
     differ += bool(ours != theirs)
   assert 0 < differ < 100
 
@@ -354,15 +351,15 @@ def test_one_of_several_losses_is_selected_by_its_id():
 
 # Whole training runs of a linear model: 30 steps, 8 of them with an inf among
 # the inputs.
-APPLIED = common.TRAINING_STEPS.count("F")
-ALL = len(common.TRAINING_STEPS)
+APPLIED = encoding.TRAINING_STEPS.count("F")
+ALL = len(encoding.TRAINING_STEPS)
 
 
 def decayed(rate):
   return lambda count: rate / (1 + 0.125 * count)
 
 
-SCALE, WINDOW = common.TRAINING_SCALE, common.TRAINING_WINDOW
+SCALE, WINDOW = encoding.TRAINING_SCALE, encoding.TRAINING_WINDOW
 OPTIMIZER = {"initial_scale": SCALE, "dynamic_growth_steps": WINDOW}
 TORCH = {"scale": SCALE, "growth_interval": WINDOW, "_growth_tracker": 0}
 FLAX = {"fin_steps": 0, "scale": SCALE, "growth_interval": WINDOW - 1}
@@ -409,13 +406,16 @@ def train(policy, inner, *, counts_move_on_skips=False):
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
-  params = jnp.array(common.FIRST_WEIGHTS), jnp.array(common.FIRST_BIAS)
+  params = (
+    np.float32(encoding.FIRST_WEIGHTS),
+    np.float32(encoding.FIRST_BIAS),
+  )
   opt_state, history = tx.init(params), []
   for at in range(ALL):
-    x, y = map(jnp.asarray, common.make_batch(at))
+    x, y = map(np.float32, encoding.make_batch(at))
     params, opt_state = step(params, opt_state, x, y)
     if counts_move_on_skips:
-      opt_state = optax.tree.set(opt_state, count=jnp.int32(at + 1))
+      opt_state = optax.tree.set(opt_state, count=np.int32(at + 1))
     flat = np.concatenate([np.ravel(p) for p in params])
     scale = ols.get_loss_scale_state(opt_state).loss_scale
     history.append((flat, float(scale)))
@@ -423,8 +423,12 @@ def train(policy, inner, *, counts_move_on_skips=False):
   return np.stack(params), scales, opt_state
 
 
-@pytest.mark.parametrize("package, name", RUNS)
-def test_params_and_scale_equal_the_other_system_at_every_step(package, name):
+QUICK_RUNS = [("tf_keras", "sgd"), ("flax", "adam, decayed")]
+
+
+@pytest.mark.parametrize("run", mark_slow_params(QUICK_RUNS, RUNS), ids=str)
+def test_params_and_scale_equal_the_other_system_at_every_step(run):
+  package, name = run
   theirs = load_run(package, name)
   inner = RUNS[package, name]
   # tf.keras counts skipped steps as well, in its schedules and in Adam.
@@ -432,7 +436,7 @@ def test_params_and_scale_equal_the_other_system_at_every_step(package, name):
   params, scales, _ = train(
     POLICIES[package], inner, counts_move_on_skips=moves
   )
-  assert [common.encode_scale(s) for s in scales] == common.decode_runs(
+  assert [encoding.encode_scale(s) for s in scales] == encoding.decode_runs(
     theirs["scale"]
   )
   expected = np.array(theirs["params"], np.float32)

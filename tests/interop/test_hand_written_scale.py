@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import optax_lossscale as ols
 
@@ -77,6 +78,7 @@ def adopt(bare):
   return {"params": bare["params"], "opt": opt}
 
 
+@pytest.mark.slow
 def test_both_loops_move_the_scale_skip_and_learn_alike():
   bare = {
     "params": PARAMS,

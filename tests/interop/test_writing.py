@@ -4,7 +4,7 @@ import dataclasses
 
 from helpers import interop_replay
 from helpers import interop_samples as samples
-from interop.golden import record_common as common
+from interop.golden import encoding
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,12 +57,12 @@ def test_the_other_system_continues_from_a_written_state_like_the_policy(
   policy, state = make_exported_state(get_floor(case), case)
   written = write(policy, state)
   assert written == case["exported"]
-  ours = interop_replay.replay(policy, state, common.unpack(case["steps"]))
+  ours = interop_replay.replay(policy, state, encoding.unpack(case["steps"]))
   if case["name"] == "fixed":
-    scales = common.decode_runs(case["scale"])
-    assert [common.encode_scale(float(x)) for x in ours[0]] == scales
+    scales = encoding.decode_runs(case["scale"])
+    assert [encoding.encode_scale(float(x)) for x in ours[0]] == scales
     return
-  theirs = interop_replay.decode_counters(case["counter"])
+  theirs = encoding.decode_counters(case["counter"])
   interop_replay.assert_same_trajectory(
     case, theirs, ours, may_leave_range=False
   )
@@ -96,12 +96,12 @@ def test_an_overflow_of_a_fixed_scale_is_applied_like_in_keras():
   _, state = interop.from_keras(
     case["saved"]["config"], case["saved"]["variables"]
   )
-  assert state.loss_scale == common.decode_scale(case["scale"][0][0])
+  assert state.loss_scale == encoding.decode_scale(case["scale"][0][0])
   tx = optax.sgd(1.0)
   params = {"w": jnp.zeros(())}
   opt_state = tx.init(params)
   for step, taken in zip(
-    common.unpack(case["steps"]), common.unpack(case["taken"]), strict=True
+    encoding.unpack(case["steps"]), encoding.unpack(case["taken"]), strict=True
   ):
     x = jnp.float32(1.0 if step == "F" else jnp.inf)
     grads = ols.grad(lambda p, x: p["w"] * x, state)(params, x)

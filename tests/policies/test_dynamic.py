@@ -1,17 +1,15 @@
 """The rules, against a plain Python model and as sentences."""
 
 import dataclasses
-import functools
 import random
 import re
 
 from helpers import ROOT
-from helpers.policy_models import Model
+from helpers.policy_models import Model, run_policy
 from hypothesis import given
 from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import optax_lossscale as ols
@@ -20,35 +18,10 @@ REFILLS = ["growth", "finite", "backoff"]
 POWERS = [2.0**k for k in range(-126, 127)]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def run_any(words, numbers, finites, state):
-  """Compiled for all policies that differ in numbers alone."""
-  policy = ols.DynamicLossScale(**dict(words), **numbers)
-
-  def step(state, finite):
-    state = policy.adjust(state, finite)
-    return state, state
-
-  return jax.lax.scan(step, state, finites)[1]
-
-
-def run(policy, finites, state=None):
-  """The states after each step; runs are padded to share programs."""
-  numbers = dataclasses.asdict(policy)
-  # The structure of the state, or a branch in Python, depends on these.
-  names = "hysteresis", "hysteresis_refill"
-  words = tuple((name, numbers.pop(name)) for name in names)
-  padded = np.zeros(32 if len(finites) <= 32 else 640, bool)
-  padded[: len(finites)] = finites
-  state = jax.tree.map(np.asarray, policy.init() if state is None else state)
-  states = run_any(words, numbers, padded, state)
-  return jax.tree.map(lambda x: np.asarray(x)[: len(finites)], states)
-
-
 def run_scales(policy, string, state=None):
   """The scales after each step of a string of F (finite) and T (overflow)."""
   finites = [c == "F" for c in string]
-  return run(policy, finites, state).loss_scale.tolist()
+  return run_policy(policy, finites, state).loss_scale.tolist()
 
 
 @st.composite
@@ -77,7 +50,7 @@ def test_dynamic_follows_its_model(policy, finites):
     left = () if model.policy_state is None else (model.policy_state,)
     counts = model.count, model.in_a_row, finite, model.total
     expected.append((model.scale, *counts, *left))
-  states = run(policy, finites)
+  states = run_policy(policy, finites)
   steps = zip(*(x.tolist() for x in jax.tree.leaves(states)), strict=True)
   assert list(steps) == expected
 
@@ -230,7 +203,7 @@ def test_every_hyperparameter_acts_after_jit_scan_and_a_checkpoint(name):
     model.step(c == "F")
     expected.append(model.scale)
 
-  head = run(changed, [c == "F" for c in string[:cut]])
+  head = run_policy(changed, [c == "F" for c in string[:cut]])
   last = jax.tree.map(lambda x: x[-1], head)
   got = head.loss_scale.tolist() + run_scales(changed, string[cut:], last)
   assert got == expected

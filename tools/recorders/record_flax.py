@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import record_common as common
+from record_common import encoding
 
 
 @jax.jit
@@ -44,27 +45,6 @@ class DynamicScale(common.Scaler):
     )
 
 
-def cases():
-  for window in (1, 2, 3, 5):
-    settings = {"scale": 2.0**15, "growth_interval": window}
-    for name, steps in common.strings(window + 1).items():
-      yield f"window {window}: {name}", settings, steps
-  yield "defaults", {}, "F" * 2100 + "T" + "F" * 2100
-  yield "long climb", {"growth_interval": 1}, "F" * 218
-  high = {"scale": 2.0**124, "growth_interval": 1}
-  yield "top", high, "F" * 12 + "TTT" + "F" * 8
-  yield "long fall to the floor", {}, "T" * 150 + "F" * 5
-  floor = {"scale": 2.0**6, "minimum_scale": 4.0, "growth_interval": 2}
-  yield "own floor", floor, "T" * 8 + "F" * 8
-  factors = {
-    "scale": 2.0**20,
-    "growth_factor": 8.0,
-    "backoff_factor": 0.25,
-    "growth_interval": 2,
-  }
-  yield "factors 8, 1/4", factors, common.strings(3)["random 0.2"]
-
-
 def training(name, tx):
   def loss_fn(params, x, y):
     return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
@@ -80,15 +60,15 @@ def training(name, tx):
     return new.replace(params=params, opt_state=opt_state), dynamic_scale
 
   params = {
-    "w": jnp.asarray(common.FIRST_WEIGHTS),
-    "b": jnp.asarray(common.FIRST_BIAS),
+    "w": jnp.asarray(encoding.FIRST_WEIGHTS),
+    "b": jnp.asarray(encoding.FIRST_BIAS),
   }
   state = train_state_lib.TrainState.create(apply_fn=None, params=params, tx=tx)
   dynamic_scale = dynamic_scale_lib.DynamicScale(
-    scale=jnp.float32(common.TRAINING_SCALE),
+    scale=jnp.float32(encoding.TRAINING_SCALE),
     fin_steps=jnp.int32(0),
     # Flax grows one step later.
-    growth_interval=common.TRAINING_WINDOW - 1,
+    growth_interval=encoding.TRAINING_WINDOW - 1,
   )
 
   def step(*batch):
@@ -109,11 +89,10 @@ def decayed(rate):
 
 
 if __name__ == "__main__":
-  common.write(
-    "flax.json",
-    "flax, optax, jax",
-    f"{flax.__version__}, {optax.__version__}, {jax.__version__}",
-    cases=common.record_cases(DynamicScale, cases()),
+  common.record(
+    "flax",
+    DynamicScale,
+    {x.__name__: x.__version__ for x in (flax, optax, jax)},
     exports=common.record_exports("flax", DynamicScale),
     training=[
       training("sgd, decayed", optax.sgd(decayed(0.25))),

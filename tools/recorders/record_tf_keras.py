@@ -1,7 +1,7 @@
 """Records tf_keras's LossScaleOptimizer. Needs: tf_keras, tensorflow.
 
-The second kind of case is the class under it in TF 1 and early TF 2,
-`tf.compat.v1.mixed_precision.DynamicLossScale`, which has a multiplier.
+tf.json has the class under it in TF 1 and early TF 2,
+`tf.compat.v1.mixed_precision.DynamicLossScale`, and is not recorded again.
 """
 
 import os
@@ -9,10 +9,9 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import record_common as common
+from record_common import encoding
 import tensorflow as tf
 import tf_keras
-
-mixed_precision = tf.compat.v1.mixed_precision
 
 
 class LossScaleOptimizer(common.Scaler):
@@ -60,67 +59,13 @@ class LossScaleOptimizer(common.Scaler):
     return other
 
 
-class DynamicLossScale(common.Scaler):
-  def start(self):
-    self.loss_scale = mixed_precision.DynamicLossScale(**self.settings)
-
-  def step(self, finite):
-    grad = tf.constant(1.0 if finite else float("inf"))
-    return bool(self.loss_scale.update([grad])[1].numpy())
-
-  def scale(self):
-    return float(self.loss_scale().numpy())
-
-  def counter(self):
-    return int(self.loss_scale._num_good_steps.numpy())
-
-  def save(self):
-    variables = {
-      "current_loss_scale": self.scale(),
-      "good_steps": self.counter(),
-    }
-    return {"config": self.loss_scale.get_config(), "variables": variables}
-
-  def load(self, saved):
-    other = DynamicLossScale(saved["config"])
-    other.loss_scale._current_loss_scale.assign(self.scale())
-    other.loss_scale._num_good_steps.assign(self.counter())
-    return other
-
-
-def optimizer_cases():
-  for window in (1, 2, 3, 5):
-    config = {"initial_scale": 2.0**15, "dynamic_growth_steps": window}
-    for name, steps in common.strings(window).items():
-      yield f"window {window}: {name}", config, steps
-  yield "defaults", {}, "F" * 2100 + "T" + "F" * 2100
-  yield "long climb", {"dynamic_growth_steps": 1}, "F" * 111
-  high = {"initial_scale": 2.0**124, "dynamic_growth_steps": 2}
-  yield "top", high, "F" * 12 + "TTT" + "F" * 8
-  yield "long fall to the floor", {}, "T" * 20 + "F" * 5
-  fixed = {"dynamic": False, "initial_scale": 128.0}
-  yield "fixed", fixed, "FFTTF"
-
-
-def loss_scale_cases():
-  for multiplier, window in ((4.0, 2), (2.0, 3)):
-    config = {
-      "initial_loss_scale": 2.0**14,
-      "increment_period": window,
-      "multiplier": multiplier,
-    }
-    for name, steps in common.strings(window).items():
-      if "at" not in name:
-        yield f"multiplier {multiplier:g}: {name}", config, steps
-
-
 def training(name, inner):
-  weights = tf.Variable(common.FIRST_WEIGHTS)
-  bias = tf.Variable(common.FIRST_BIAS)
+  weights = tf.Variable(encoding.FIRST_WEIGHTS)
+  bias = tf.Variable(encoding.FIRST_BIAS)
   optimizer = tf_keras.mixed_precision.LossScaleOptimizer(
     inner,
-    initial_scale=common.TRAINING_SCALE,
-    dynamic_growth_steps=common.TRAINING_WINDOW,
+    initial_scale=encoding.TRAINING_SCALE,
+    dynamic_growth_steps=encoding.TRAINING_WINDOW,
   )
 
   def step(*batch):
@@ -142,12 +87,10 @@ def decayed(rate):
 
 
 if __name__ == "__main__":
-  common.write(
-    "tf_keras.json",
-    "tf_keras, tensorflow",
-    f"{tf_keras.__version__}, {tf.__version__}",
-    cases=common.record_cases(LossScaleOptimizer, optimizer_cases()),
-    loss_scale_cases=common.record_cases(DynamicLossScale, loss_scale_cases()),
+  common.record(
+    "tf_keras",
+    LossScaleOptimizer,
+    {"tf_keras": tf_keras.__version__, "tensorflow": tf.__version__},
     exports=common.record_exports("tf_keras", LossScaleOptimizer({}).load),
     training=[
       training("sgd", tf_keras.optimizers.SGD(0.25)),

@@ -1,6 +1,7 @@
 """Records torch.amp.GradScaler. Needs: torch."""
 
 import record_common as common
+from record_common import encoding
 import torch
 
 
@@ -35,38 +36,15 @@ class GradScaler(common.Scaler):
     self.scaler.load_state_dict(saved)
 
 
-def cases():
-  for window in (1, 2, 3, 5):
-    settings = {"init_scale": 2.0**15, "growth_interval": window}
-    for name, steps in common.strings(window).items():
-      yield f"window {window}: {name}", settings, steps
-  wide = {
-    "init_scale": 2.0**20,
-    "growth_factor": 8.0,
-    "backoff_factor": 0.25,
-    "growth_interval": 3,
-  }
-  for name, steps in common.strings(3).items():
-    if name in ("random 0.05", "random 0.2", "bursts"):
-      yield f"factors 8, 1/4: {name}", wide, steps[:60]
-  yield "defaults", {}, "F" * 4100 + "T" + "F" * 2100
-  high = {"init_scale": 2.0**100, "growth_interval": 2}
-  yield "long climb", high, "F" * 50
-  yield "top", {**high, "init_scale": 2.0**124}, "F" * 12 + "TTT" + "F" * 8
-  yield "long fall", {"growth_interval": 4}, "T" * 140 + "F" * 20
-  low = {"init_scale": 2.0**-120, "growth_interval": 2}
-  yield "bottom", low, "T" * 32 + "F" * 8
-
-
 def training(name, make_optimizer):
-  weights = torch.tensor(common.FIRST_WEIGHTS, requires_grad=True)
-  bias = torch.tensor(common.FIRST_BIAS, requires_grad=True)
+  weights = torch.tensor(encoding.FIRST_WEIGHTS, requires_grad=True)
+  bias = torch.tensor(encoding.FIRST_BIAS, requires_grad=True)
   optimizer = make_optimizer([weights, bias])
   schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
   scaler = torch.amp.GradScaler(
     "cpu",
-    init_scale=common.TRAINING_SCALE,
-    growth_interval=common.TRAINING_WINDOW,
+    init_scale=encoding.TRAINING_SCALE,
+    growth_interval=encoding.TRAINING_WINDOW,
   )
 
   def step(*batch):
@@ -89,11 +67,10 @@ def training(name, make_optimizer):
 
 
 if __name__ == "__main__":
-  common.write(
-    "torch.json",
+  common.record(
     "torch",
-    torch.__version__,
-    cases=common.record_cases(GradScaler, cases()),
+    GradScaler,
+    {"torch": torch.__version__},
     exports=common.record_exports("torch", GradScaler({}).load),
     training=[
       training("sgd", lambda p: torch.optim.SGD(p, lr=0.25)),

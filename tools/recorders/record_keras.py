@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import record_common as common
+from record_common import encoding
 
 
 @functools.cache
@@ -70,27 +71,13 @@ class LossScaleOptimizer(common.Scaler):
     self.assign(variables["step_counter"], variables["dynamic_scale"])
 
 
-def cases():
-  for window in (1, 2, 3, 5):
-    config = {"initial_scale": 2.0**15, "dynamic_growth_steps": window}
-    for name, steps in common.strings(window).items():
-      yield f"window {window}: {name}", config, steps
-  yield "defaults", {}, "F" * 2100 + "T" + "F" * 2100
-  yield "long climb", {"dynamic_growth_steps": 1}, "F" * 111
-  high = {"initial_scale": 2.0**124, "dynamic_growth_steps": 2}
-  yield "top", high, "F" * 12 + "TTT" + "F" * 8
-  yield "long fall", {}, "T" * 140 + "F" * 5
-  low = {"initial_scale": 2.0**-120, "dynamic_growth_steps": 2}
-  yield "bottom", low, "T" * 32 + "F" * 8
-
-
 def training(name, inner):
-  weights = keras.Variable(jnp.array(common.FIRST_WEIGHTS))
-  bias = keras.Variable(jnp.array(common.FIRST_BIAS))
+  weights = keras.Variable(jnp.array(encoding.FIRST_WEIGHTS))
+  bias = keras.Variable(jnp.array(encoding.FIRST_BIAS))
   optimizer = keras.optimizers.LossScaleOptimizer(
     inner,
-    initial_scale=common.TRAINING_SCALE,
-    dynamic_growth_steps=common.TRAINING_WINDOW,
+    initial_scale=encoding.TRAINING_SCALE,
+    dynamic_growth_steps=encoding.TRAINING_WINDOW,
   )
   optimizer.build([weights, bias])
   scale_at = [v.name for v in optimizer.variables].index("dynamic_scale")
@@ -125,11 +112,10 @@ def decayed(rate):
 
 
 if __name__ == "__main__":
-  common.write(
-    "keras.json",
-    "keras, jax",
-    f"{keras.__version__}, {jax.__version__}",
-    cases=common.record_cases(LossScaleOptimizer, cases()),
+  common.record(
+    "keras",
+    LossScaleOptimizer,
+    {"keras": keras.__version__, "jax": jax.__version__},
     exports=common.record_exports(
       "keras", lambda saved: LossScaleOptimizer(saved["config"]).load(saved)
     ),

@@ -62,27 +62,6 @@ class DynamicGradScaler(common.Scaler):
     self.scaler._hysteresis_tracker = saved["hysteresis_tracker"]
 
 
-def cases():
-  for window, hysteresis in ((1, 1), (2, 2), (3, 1), (3, 2), (4, 3)):
-    settings = {
-      "initial_loss_scale": 2.0**15,
-      "loss_scale_window": window,
-      "hysteresis": hysteresis,
-    }
-    for name, steps in common.strings(window, hysteresis).items():
-      yield f"window {window}, hysteresis {hysteresis}: {name}", settings, steps
-  yield "defaults", {}, "F" * 2100 + "TTT" + "F" * 2100
-  high = {"initial_loss_scale": 2.0**124, "loss_scale_window": 2}
-  yield "top", high, "F" * 12 + "TTT" + "F" * 8
-  yield "climb", {"loss_scale_window": 1}, "F" * 90
-  low = {"initial_loss_scale": 2.0**6, "min_loss_scale": 4.0}
-  yield "long fall to the floor", low, "F" + "T" * 12 + "F" * 4
-
-
 if __name__ == "__main__":
-  common.write(
-    "megatron.json",
-    "megatron-core",
-    _distribution.version,
-    cases=common.record_cases(DynamicGradScaler, cases()),
-  )
+  packages = {"megatron-core": _distribution.version}
+  common.record("megatron", DynamicGradScaler, packages)
