@@ -44,7 +44,7 @@ ONLY_NEWEST = $(addprefix --ignore=tests/, \
 # And on the oldest: what counts the equations or the instructions of a step,
 # of which there are others, and Flax 0.12.0 earns a warning.
 ONLY_LATER = $(addprefix --ignore=tests/core/, \
-  test_bit_identity.py test_cost.py test_subnormal.py) \
+  test_skips.py test_cost.py) \
   --deselect='tests/core/test_select.py::test_state_and_updates_from_one_inner_jaxpr_are_selected_after_it[scan]' \
   -W 'ignore:jax.:DeprecationWarning'
 # What can fail on the oldest for a reason of its own: the core, the parts that

@@ -49,6 +49,7 @@ def train(tx, value_and_grad, params, batches):
   return losses, *carry
 
 
+@pytest.mark.slow
 # A power of two, and a scale that bfloat16 would round.
 @pytest.mark.parametrize("init_scale", [2.0**12, 1001.0])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])

@@ -10,6 +10,8 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale._jaxprs import _eqns
 
+pytestmark = pytest.mark.slow
+
 SIDE = 1024
 BYTES_OF_STATE = 12  # A parameter and the two moments of Adam, in float32.
 
@@ -66,7 +68,6 @@ def test_a_step_reads_the_gradients_one_more_time_and_copies_no_state(
   assert aliased == pytest.approx(BYTES_OF_STATE, abs=0.01)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 def test_unscaling_in_update_moves_no_additional_bytes(dtype, max_norm):

@@ -73,6 +73,7 @@ def test_wrapped_optimizers_equal_bare_ones_bit_for_bit(module):
   assert not wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name",
   # A bare line search cannot be mapped either: it asks for a leaf's dtype.
@@ -93,7 +94,7 @@ def test_types_are_stable_in_each_dtype(name, dtype):
     check_types(name, make_wrapped(name), jnp.dtype(dtype))
 
 
-@pytest.mark.slow  # Injected around, they are traced on their way as well.
+@pytest.mark.slow
 @each_optimizer
 def test_types_are_stable_with_hyperparams_injected_inside(name):
   factory, kwargs = FACTORIES[name]
@@ -101,6 +102,7 @@ def test_types_are_stable_with_hyperparams_injected_inside(name):
   check_types(name, ols.with_loss_scaling(inner))
 
 
+@pytest.mark.slow
 @each_optimizer
 def test_types_are_stable_with_hyperparams_injected_outside(name):
   factory, kwargs = FACTORIES[name]

@@ -75,7 +75,7 @@ EXTRA = {
 
 
 @pytest.mark.parametrize(
-  "name", mark_slow_params(["line search", "reduce_on_plateau"], INSIDE)
+  "name", mark_slow_params(["reduce_on_plateau"], INSIDE)
 )
 def test_an_inner_transform_is_unchanged_by_an_overflow(name):
   inner, extra = INSIDE[name], EXTRA.get(name)
@@ -112,6 +112,7 @@ def make_bare_step(tx, extra):
   return step
 
 
+@pytest.mark.slow
 def test_lookahead_keeps_fast_and_slow_params_through_an_overflow():
   tx = ols.with_loss_scaling(optax.lookahead(optax.sgd(0.1), 2, 0.5))
   params = optax.LookaheadParams.init_synced(init_params())
@@ -165,6 +166,7 @@ def test_apply_if_finite_around_keeps_overflows_from_the_scaler():
   assert ols.get_loss_scale_state(opt_state).loss_scale == 2.0**15
 
 
+@pytest.mark.slow
 def test_an_injected_schedule_pauses_inside_and_advances_outside():
   def make_scaled(learning_rate):
     return ols.with_loss_scaling(optax.sgd(learning_rate))
@@ -275,6 +277,7 @@ def test_a_filter_inside_does_not_hide_an_overflow():
 # Loops, and several losses.
 
 
+@pytest.mark.slow
 def test_a_scan_equals_a_loop_through_growth_and_overflow():
   policy = ols.DynamicLossScale(2.0**10, growth_interval=3)
   tx = ols.with_loss_scaling(optax.adam(0.01), policy)
@@ -301,7 +304,7 @@ def test_a_scan_equals_a_loop_through_growth_and_overflow():
   np.testing.assert_array_equal(np.isfinite(losses), np.arange(8) != 4)
 
 
-@pytest.mark.parametrize("overflowing_loss", [0, 1])
+@pytest.mark.parametrize("overflowing_loss", mark_slow_params([1], [0, 1]))
 def test_two_scales_with_one_optimizer_make_one_decision(overflowing_loss):
   tx = ols.with_loss_scaling(optax.sgd(0.5), 1.0)  # it skips, and scales not
   policy = ols.DynamicLossScale()

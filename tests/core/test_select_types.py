@@ -7,7 +7,7 @@ with the value itself. It must not distinguish the two.
 import functools
 import re
 
-from helpers import on_host, sharding
+from helpers import mark_slow_params, on_host, sharding
 import jax
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
@@ -23,6 +23,10 @@ from optax_lossscale import _select
 
 OLD = {"a": jnp.arange(8.0), "b": jnp.arange(8.0) + 10}
 GRADS = jnp.linspace(-1.0, 1.0, 8)
+PLAIN_OR_SLOW_JIT = [
+  pytest.param(lambda f: f, id="plain"),
+  pytest.param(jax.jit, marks=pytest.mark.slow, id="jit"),
+]
 
 
 def ordinary(grads, state, params=None):
@@ -45,7 +49,7 @@ def as_optimizer(update):
   )
 
 
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["plain", "jit"])
+@pytest.mark.parametrize("jit", PLAIN_OR_SLOW_JIT)
 def test_each_device_may_train_adam_separately_with_vma_types(jit):
   """There is no axis_name, so that the devices' flags differ."""
   adam = optax.adam(0.1)
@@ -106,8 +110,11 @@ def test_a_new_replicated_leaf_does_not_become_varying():
   np.testing.assert_allclose(updates, jnp.arange(8.0) * 28**2)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["plain", "jit"])
+@pytest.mark.parametrize(
+  "axis_type",
+  mark_slow_params([AxisType.Explicit], [AxisType.Auto, AxisType.Explicit]),
+)
+@pytest.mark.parametrize("jit", PLAIN_OR_SLOW_JIT)
 def test_adam_on_sharded_arrays_keeps_shardings_as_bare_adam_does(
   axis_type, jit
 ):
@@ -231,6 +238,7 @@ def list_op_names(update):
   return set(re.findall(r'op_name="jit\(\w+\)/([^"]+)"', text))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", [lambda f: f, jax.vmap])
 def test_profiles_show_the_name_and_the_scopes_of_an_inlined_jit(
   transform,
@@ -260,7 +268,9 @@ def test_profiles_show_the_name_and_the_scopes_of_an_inlined_jit(
   assert expected <= list_op_names(wrapped)
 
 
-@pytest.mark.parametrize("in_axes", [(0, 0), (None, 0), (0, None)])
+@pytest.mark.parametrize(
+  "in_axes", mark_slow_params([(None, 0)], [(0, 0), (None, 0), (0, None)])
+)
 def test_each_member_of_a_vmap_is_selected_by_its_flag(in_axes):
   batch = lambda tree: jax.tree.map(lambda x: jnp.stack([x, x + 1]), tree)
   grads = batch(GRADS) if in_axes[0] == 0 else GRADS
@@ -270,8 +280,9 @@ def test_each_member_of_a_vmap_is_selected_by_its_flag(in_axes):
     return _select.update_with_selects(ordinary, finite, grads, state, None)
 
   finite = jnp.array([True, False])
-  _, new = jax.vmap(run, (0, *in_axes))(finite, grads, state)
-  _, applied = jax.vmap(functools.partial(run, True), in_axes)(grads, state)
+  _, new = jax.jit(jax.vmap(run, (0, *in_axes)))(finite, grads, state)
+  run_all = jax.vmap(functools.partial(run, True), in_axes)
+  _, applied = jax.jit(run_all)(grads, state)
   old = (
     state if in_axes[1] == 0 else jax.tree.map(lambda x: jnp.stack([x, x]), OLD)
   )

@@ -22,9 +22,11 @@ import equinox as eqx
 from flax import serialization
 from flax.training import checkpoints
 from flax.training.train_state import TrainState
+from helpers import mark_slow_params
 from helpers.bits import assert_same_bits
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
@@ -114,7 +116,9 @@ def test_this_version_is_stored():
   assert ols.__version__ in VERSIONS
 
 
-@pytest.mark.parametrize("name", record.POLICIES)
+@pytest.mark.parametrize(
+  "name", mark_slow_params(["headroom"], record.POLICIES)
+)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_state_stored_by_a_version_is_read_and_training_continues(
   version, name
@@ -172,14 +176,20 @@ def with_policy_state(state, policy_state):
 def other():
   """A state after some steps, whose policy state has other fields."""
   state = TX.init(PARAMS)
-  for size in 2.0**-10, 2.0**-9, jnp.nan, 2.0**-11:
-    _, state = TX.update({"w": jnp.full(3, size)}, state, PARAMS)
+  update = jax.jit(TX.update)
+  for size in 2.0**-10, 2.0**-9, np.nan, 2.0**-11:
+    _, state = update({"w": np.full(3, size, "f")}, state, PARAMS)
   counts = map(jnp.int32, (12, 20, 3, 5, 0, 8))
   values = *counts, state.loss_scale_state.policy_state.amax_history
   return with_policy_state(state, OtherState(*values))
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize(
+  "protocol",
+  mark_slow_params(
+    [0, pickle.HIGHEST_PROTOCOL], range(pickle.HIGHEST_PROTOCOL + 1)
+  ),
+)
 def test_a_pickle_of_another_layout_loses_nothing_and_update_says_what_to_do(
   protocol,
 ):
@@ -242,6 +252,7 @@ def test_msgpack_of_another_layout_is_read_into_its_own_fields(other):
   check_fixed(state, other)
 
 
+@pytest.mark.slow
 def test_orbax_reads_another_layout_into_its_own_fields(other, tmp_path):
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(tmp_path / "state", other)
@@ -271,6 +282,7 @@ def test_equinox_reads_another_layout_into_its_own_shapes(other, tmp_path):
   check_fixed(reset_policy_state(state), other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("legacy", [False, True])
 def test_flax_checkpoints_do_not_mix_another_layout_with_a_fresh_state(
   other, tmp_path, legacy

@@ -2,6 +2,7 @@
 
 import contextlib
 
+from helpers import mark_slow_params
 from helpers.bits import has_same_bits
 import jax
 import jax.numpy as jnp
@@ -91,7 +92,10 @@ def test_a_training_loop_does_the_same_in_every_mode(mode, options, inputs):
     np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-4)
 
 
-@pytest.mark.parametrize("mode", ["debug_nans", "no_transfers", "leaks"])
+@pytest.mark.parametrize(
+  "mode",
+  mark_slow_params(["debug_nans"], ["debug_nans", "no_transfers", "leaks"]),
+)
 def test_an_overflow_inside_a_jitted_step_raises_no_error(mode, inputs):
   policy = ols.DynamicLossScale(2.0**30)
   tx = ols.with_loss_scaling(optax.adam(0.1), policy, max_norm=1.0)

@@ -1,6 +1,7 @@
 """The transformation: what a step does, and what a skipped one leaves alone."""
 
 import functools
+import itertools
 
 from helpers import mark_slow_params
 from helpers.bits import has_same_bits
@@ -21,18 +22,13 @@ SGD = ols.with_loss_scaling(optax.sgd(1.0))
 
 def make_params(dtype=jnp.float32):
   return {
-    "w": jnp.array([[1.0, -2.0, 0.5], [-0.0, 0.0, 4.0]], dtype),
-    "b": jnp.array([-0.0, 3.0], dtype),
+    "w": np.array([[1.0, -2.0, 0.5], [-0.0, 0.0, 4.0]], dtype),
+    "b": np.array([-0.0, 3.0], dtype),
   }
 
 
 def make_grads(dtype=jnp.float32):
   return jax.tree.map(lambda x: (x * 0.25 + 0.5).astype(dtype), make_params())
-
-
-def insert_bad(tree, bad, leaf="w"):
-  flat = tree[leaf].reshape(-1).at[-1].set(bad)
-  return tree | {leaf: flat.reshape(tree[leaf].shape)}
 
 
 @functools.cache
@@ -57,12 +53,12 @@ def test_the_update_on_a_growth_step_equals_the_previous_update():
       ols.DynamicLossScale(4.0, growth_interval=2),
       grads_are_scaled=grads_are_scaled,
     )
-    w = jnp.float32(1.0)
-    state = tx.init(w)
+    w = np.float32(1.0)
+    state, update = tx.init(w), jax.jit(tx.update)
     for expected_scale in (4, 8, 8, 16):
       scale = ols.get_loss_scale_state(state).loss_scale
-      grad = 3 * scale if grads_are_scaled else jnp.float32(3)
-      updates, state = tx.update(grad, state, w)
+      grad = 3 * scale if grads_are_scaled else np.float32(3)
+      updates, state = update(grad, state, w)
       assert updates == -3
       assert ols.get_loss_scale_state(state).loss_scale == expected_scale
 
@@ -73,22 +69,24 @@ def test_both_idioms_give_the_true_gradient_to_the_optimizer():
   def loss_fn(w):
     return jnp.sum(w.astype(jnp.float16) ** 2).astype(jnp.float32)
 
-  w = jnp.array([0.5, -0.25])
+  w = np.float32([0.5, -0.25])
   tx = ols.with_loss_scaling(optax.sgd(1.0), 2.0**10)
   state = tx.init(w)
-  updates, _ = tx.update(ols.grad(loss_fn, state)(w), state, w)
+  updates, _ = jax.jit(tx.update)(
+    jax.jit(ols.grad(loss_fn, state))(w), state, w
+  )
   assert updates.tolist() == [-1.0, 0.5]
 
   tx = ols.with_loss_scaling(optax.sgd(1.0), 2.0**10, grads_are_scaled=True)
-  by_hand = jax.grad(lambda w: ols.scale_loss(loss_fn(w), state))(w)
-  updates, _ = tx.update(by_hand, state, w)
+  by_hand = jax.jit(jax.grad(lambda w: ols.scale_loss(loss_fn(w), state)))(w)
+  updates, _ = jax.jit(tx.update)(by_hand, state, w)
   assert updates.tolist() == [-1.0, 0.5]
 
 
 def test_float16_gradients_do_not_destroy_adam():
   """In float16, Adam gives -inf at 1e-4, NaN at 0 and nu = inf at 300."""
-  params = {"w": jnp.zeros(4, jnp.float16)}
-  grads = {"w": jnp.array([1e-4, 0.0, 300.0, 2.0**-24], jnp.float16)}
+  params = {"w": np.zeros(4, np.float16)}
+  grads = {"w": np.array([1e-4, 0.0, 300.0, 2.0**-24], np.float16)}
   tx = ols.with_loss_scaling(optax.adam(1e-2))
   state = tx.init(params)
   assert state.inner_state[0].nu["w"].dtype == jnp.float32
@@ -107,13 +105,13 @@ def test_float16_gradients_do_not_destroy_adam():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_unscaling_rounds_a_gradient_once(dtype):
   tx = ols.with_loss_scaling(optax.sgd(-1.0), 3.01, grads_are_scaled=True)
-  grads = jnp.linspace(0.5, 2, 100).astype(dtype)
-  updates, _ = tx.update(grads, tx.init(grads))
+  grads = np.linspace(0.5, 2, 100).astype(dtype)
+  updates, _ = jax.jit(tx.update)(grads, tx.init(grads))
   reciprocal = np.float32(1) / np.float32(3.01)
   expected = np.asarray(grads, np.float32) * reciprocal
   if dtype == jnp.bfloat16:
     expected = expected.astype(dtype)
-  assert has_same_bits(updates, jnp.asarray(expected))
+  assert has_same_bits(updates, expected)
   # Some versions of XLA multiply by the reciprocal where they are to divide.
   unscaled = ols.unscale_grads(grads, tx.init(grads))
   assert unscaled.dtype == expected.dtype
@@ -127,19 +125,27 @@ def test_unscaling_rounds_a_gradient_once(dtype):
 def test_float64_gradients_keep_their_precision_and_range(scaled, factor):
   with jax.enable_x64(True):
     tx = ols.with_loss_scaling(optax.sgd(-1.0), 4.0, grads_are_scaled=scaled)
-    grads = jnp.array([1 + 2.0**-50, 1e300])
-    updates, state = tx.update(grads, tx.init(grads), grads)
+    grads = np.array([1 + 2.0**-50, 1e300])
+    updates, state = jax.jit(tx.update)(grads, tx.init(grads), grads)
     assert updates.tolist() == [factor * (1 + 2.0**-50), factor * 1e300]
     assert state.loss_scale_state.last_finite
 
 
-@pytest.mark.parametrize("dtype", ["float64", "complex128"])
-@pytest.mark.parametrize("max_norm", [None, 1e6, 0.5])
-@pytest.mark.parametrize("jitted", [True, False])
-def test_update_unscales_float64_as_exactly_as_unscale_grads(
-  dtype, max_norm, jitted
-):
+FLOAT64 = list(
+  itertools.product(["float64", "complex128"], [None, 1e6, 0.5], [True, False])
+)
+
+
+@pytest.mark.parametrize(
+  "case",
+  mark_slow_params(
+    [("float64", 0.5, True), ("complex128", None, True)], FLOAT64
+  ),
+  ids=str,
+)
+def test_update_unscales_float64_as_exactly_as_unscale_grads(case):
   """By a scale whose reciprocal float32 rounds."""
+  dtype, max_norm, jitted = case
   with jax.enable_x64(True):
     scaled = np.linspace(1, 10, 101).astype(dtype)
     tx = ols.with_loss_scaling(
@@ -147,8 +153,8 @@ def test_update_unscales_float64_as_exactly_as_unscale_grads(
     )
     state = tx.init(scaled)
     update = jax.jit(tx.update) if jitted else tx.update
-    updates, _ = update(jnp.asarray(scaled), state, scaled)
-    expected = ols.unscale_grads(jnp.asarray(scaled), state)
+    updates, _ = update(scaled, state, scaled)
+    expected = np.asarray(ols.unscale_grads(scaled, state))
     norm = np.linalg.norm(expected)
     clip = min(1.0, (max_norm or 1e6) / norm)
     # The norm is float32.
@@ -156,17 +162,17 @@ def test_update_unscales_float64_as_exactly_as_unscale_grads(
     np.testing.assert_allclose(updates, expected * clip, rtol=rtol, atol=0)
 
 
-@pytest.mark.parametrize(
-  "dtype, fills",
-  [
-    (jnp.float32, [1e20, 1e30, -1e30, 1e-45, 0.0]),
-    (jnp.float16, [65504, 6e-8, -0.0]),
-    (jnp.bfloat16, [3e38, 1e30]),
-    (jnp.float8_e4m3fn, [448]),
-  ],
-)
-def test_finite_gradients_are_never_treated_as_an_overflow(dtype, fills):
-  for fill in fills:
+FINITE = {
+  "float32": [1e20, 1e30, -1e30, 1e-45, 0.0],
+  "float16": [65504, 6e-8, -0.0],
+  "bfloat16": [3e38, 1e30],
+  "float8_e4m3fn": [448],
+}
+
+
+@pytest.mark.parametrize("dtype", mark_slow_params(["float32"], FINITE))
+def test_finite_gradients_are_never_treated_as_an_overflow(dtype):
+  for fill in FINITE[dtype]:
     grads = np.full(1_000_000, fill, dtype)
     _, state = jax.jit(SGD.update)(grads, SGD.init(grads))
     assert state.loss_scale_state.last_finite, fill
@@ -184,8 +190,19 @@ UNSCALED_TO_INF = [
 ]
 
 
-@pytest.mark.parametrize("dtype, scale, large, largest", UNSCALED_TO_INF)
-@pytest.mark.parametrize("max_norm", [None, 2.0**120])
+@pytest.mark.parametrize(
+  "dtype, scale, large, largest",
+  [
+    *(UNSCALED_TO_INF[i] for i in (0, 2, 4)),
+    *(
+      pytest.param(*UNSCALED_TO_INF[i], marks=pytest.mark.slow)
+      for i in (1, 3, 5)
+    ),
+  ],
+)
+@pytest.mark.parametrize(
+  "max_norm", [None, pytest.param(2.0**120, marks=pytest.mark.slow)]
+)
 def test_a_finite_scaled_gradient_that_unscales_to_inf_is_skipped(
   dtype, scale, large, largest, max_norm
 ):
@@ -196,10 +213,10 @@ def test_a_finite_scaled_gradient_that_unscales_to_inf_is_skipped(
   w = jnp.ones(2, jnp.complex64 if dtype == jnp.complex64 else jnp.float32)
   state = tx.init(w)
   for bad in ([largest, -largest], [0.0, largest]):
-    new, _, state = make_step(tx)(jnp.array(bad, dtype), state, w)
+    new, _, state = make_step(tx)(np.array(bad, dtype), state, w)
     assert has_same_bits(new, w)
     assert not state.loss_scale_state.last_finite
-  new, _, state = make_step(tx)(jnp.array([large, 0.0], dtype), state, w)
+  new, _, state = make_step(tx)(np.array([large, 0.0], dtype), state, w)
   assert state.loss_scale_state.last_finite
   assert ols.all_finite(new)
 
@@ -207,8 +224,8 @@ def test_a_finite_scaled_gradient_that_unscales_to_inf_is_skipped(
 def test_a_nan_from_the_optimizer_is_found_with_check_updates():
   born = optax.stateless(lambda u, p: jax.tree.map(lambda x: jnp.log(x), u))
   inner = optax.chain(optax.trace(0.9), born)
-  w = jnp.array([1.0, 1.0])
-  bad = jnp.array([1.0, -1.0])
+  w = np.float32([1.0, 1.0])
+  bad = np.float32([1.0, -1.0])
   plain = ols.with_loss_scaling(inner)
   new, _, state = make_step(plain)(bad, plain.init(w), w)
   assert jnp.isnan(new[1])
@@ -230,7 +247,7 @@ def make_constant_optimizer(value, dtype=jnp.float32):
   )
 
 
-@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize("jitted", mark_slow_params([True], [True, False]))
 @pytest.mark.parametrize(
   "dtype, value, applied",
   [
@@ -249,18 +266,16 @@ def test_check_updates_checks_the_updates_in_the_dtype_of_the_params(
     update_of = make_constant_optimizer(value, jnp.result_type(value))
     inner = optax.chain(optax.trace(0.5), update_of)
     tx = ols.with_loss_scaling(inner, check_updates=True)
-    w = jnp.ones(3, dtype)
+    w = np.ones(3, dtype)
     state = tx.init(w)
     update = jax.jit(tx.update) if jitted else tx.update
     updates, new = update(w, state, w)
     assert new.loss_scale_state.last_finite == applied
     assert has_same_bits(new.inner_state, state.inner_state) == (not applied)
-    assert has_same_bits(
-      updates, jnp.full(3, value if applied else -0.0, dtype)
-    )
+    assert has_same_bits(updates, np.full(3, value if applied else -0.0, dtype))
 
 
-@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize("jitted", mark_slow_params([True], [True, False]))
 @pytest.mark.parametrize(
   "applied, flags",
   [
@@ -273,7 +288,7 @@ def test_a_number_passed_as_grads_finite_counts_by_its_truth_value(
   applied, flags, jitted
 ):
   """A NaN is no answer, and counts as a no. No flag hides an overflow."""
-  w = jnp.ones(2)
+  w = np.ones(2, np.float32)
   update = jax.jit(SGD.update) if jitted else SGD.update
   for flag in flags:
     for grads, finite in ((w, True), (w * INF, False)):
@@ -288,7 +303,7 @@ EXTREMES = [2**40, -(2**2000), np.int64(2**40), np.float64(1e-300), 1e300]
 
 @pytest.mark.parametrize("flag", EXTREMES, ids=lambda x: f"{x!s:.9}")
 def test_a_number_that_int32_or_float32_cannot_hold_is_a_true_flag(flag):
-  w = jnp.ones(2)
+  w = np.ones(2, np.float32)
   update = functools.partial(SGD.update, grads_finite=flag)
   for step in (update, jax.jit(update)):
     _, state = step(w, SGD.init(w), w)
@@ -305,7 +320,7 @@ def test_a_number_that_int32_or_float32_cannot_hold_is_a_true_flag(flag):
     ("grads_finite", None, TypeError),
     ("grads_finite", {}, TypeError),
     ("grads_finite", jax.random.key(0), TypeError),
-    ("grads_amax", jnp.ones(2), ValueError),
+    ("grads_amax", np.ones(2, np.float32), ValueError),
     ("grads_amax", [1.0], TypeError),
     ("grads_amax", "1", TypeError),
     ("grads_amax", jax.random.key(0), TypeError),
@@ -313,7 +328,7 @@ def test_a_number_that_int32_or_float32_cannot_hold_is_a_true_flag(flag):
   ids=repr,
 )
 def test_grads_finite_and_grads_amax_must_be_scalars(argument, value, error):
-  w = jnp.ones(2)
+  w = np.ones(2, np.float32)
   argument, _, hint = argument.partition(".*")
   jitted = [] if isinstance(value, str) else [jax.jit(SGD.update)]
   for update in [SGD.update, *jitted]:
@@ -321,36 +336,32 @@ def test_grads_finite_and_grads_amax_must_be_scalars(argument, value, error):
       update(w, SGD.init(w), w, **{argument: value})
 
 
-@pytest.mark.parametrize("jitted", [True, False])
+AMAXES = [
+  *((16.0, 16.0), (-16, 16.0), (np.float16(0.5), 2.0), (0, 2.0), (None, 2.0)),
+  *((True, 2.0), (np.uint8(16), 16.0), (16j, 16.0), (3 + 4j, 5.0)),
+  *((NAN, 2.0), (np.float32(NAN), 2.0)),
+]
+
+
 @pytest.mark.parametrize(
-  "amax, seen",
-  [
-    (16.0, 16.0),
-    (-16, 16.0),
-    (np.float16(0.5), 2.0),
-    (0, 2.0),
-    (None, 2.0),
-    (True, 2.0),
-    (np.uint8(16), 16.0),
-    (16j, 16.0),
-    (3 + 4j, 5.0),
-    (NAN, 2.0),
-    (np.float32(NAN), 2.0),
-  ],
+  "jit", [jax.jit, pytest.param(lambda f: f, marks=pytest.mark.slow)]
 )
-def test_the_policy_sees_the_larger_of_grads_amax_and_the_gradients(
-  amax, seen, jitted
-):
+def test_the_policy_sees_the_larger_of_grads_amax_and_the_gradients(jit):
   tx = ols.with_loss_scaling(
-    optax.sgd(1.0), ols.HeadroomLossScale(), grads_are_scaled=True
+    optax.sgd(1.0), AmaxRecorder(), grads_are_scaled=True
   )
-  w = jnp.ones(2)
-  state = ols.set_loss_scale(tx.init(w), 4.0)
-  update = jax.jit(tx.update) if jitted else tx.update
-  # 8 with the scale in it, 2 without: grads_amax is without.
-  updates, state = update(jnp.array([8.0, -4.0]), state, w, grads_amax=amax)
-  assert updates.tolist() == [-2.0, 1.0]
-  assert state.loss_scale_state.policy_state.amax_history[0] == seen
+  state = ols.set_loss_scale(tx.init(np.ones(2)), 4.0)
+
+  @jit
+  def update_with_each(amaxes):
+    # 8 with the scale in it, 2 without: grads_amax is without.
+    grads = np.float32([8.0, -4.0])
+    return [tx.update(grads, state, grads_amax=x) for x in amaxes]
+
+  found = update_with_each([amax for amax, _ in AMAXES])
+  for (updates, after), (_, seen) in zip(found, AMAXES, strict=True):
+    assert updates.tolist() == [-2.0, 1.0]
+    assert after.loss_scale_state.policy_state == seen
 
 
 @pytest.mark.parametrize(
@@ -363,7 +374,7 @@ def test_a_grads_amax_beyond_int32_or_below_float32_counts_by_its_size(
   state = AMAX_RECORDER.init(1.0)
   update = functools.partial(AMAX_RECORDER.update, grads_amax=amax)
   for step in (update, jax.jit(update)):
-    _, after = step(jnp.float32(2), state, jnp.float32(1))
+    _, after = step(np.float32(2), state, np.float32(1))
     assert after.loss_scale_state.policy_state == seen
 
 
@@ -381,8 +392,8 @@ def test_a_grads_amax_above_float32_is_clipped_to_the_largest_float32(amax):
 @pytest.mark.parametrize("value", [1e300, -1e300, 1j * 1e300])
 def test_a_float64_gradient_above_float32_counts_as_the_largest_float32(value):
   with jax.enable_x64():
-    w = jnp.asarray(value) * jnp.ones(3)
-    _, after = AMAX_RECORDER.update(w, AMAX_RECORDER.init(w), w)
+    w = np.full(3, value)
+    _, after = jax.jit(AMAX_RECORDER.update)(w, AMAX_RECORDER.init(w), w)
     assert after.loss_scale_state.last_finite
     largest = float(jnp.finfo(jnp.float32).max)
     assert after.loss_scale_state.policy_state == largest
@@ -393,7 +404,7 @@ class AmaxRecorder:
 
   def init(self):
     state = ols.FixedLossScale(1.0).init()
-    return state._replace(policy_state=jnp.float32(0))
+    return state._replace(policy_state=np.float32(0))
 
   def adjust(self, state, grads_finite, *, grads_amax=None):
     state = ols.FixedLossScale(1.0).adjust(state, grads_finite)
@@ -412,46 +423,29 @@ def test_a_subclass_of_a_policy_receives_the_largest_gradient():
       return state._replace(loss_scale=grads_amax)
 
   tx = ols.with_loss_scaling(optax.sgd(1.0), Recorder())
-  _, state = tx.update(jnp.array([-4.0, 2.0]), tx.init(jnp.zeros(2)))
+  _, state = tx.update(
+    np.float32([-4.0, 2.0]), tx.init(np.zeros(2, np.float32))
+  )
   assert state.loss_scale_state.loss_scale == 4
 
 
 # More arrays than XLA combines in one kernel on CPU.
 
-MANY = [0.1 * (-1) ** i * (i + 1) * jnp.ones(3) for i in range(50)]
+MANY = [np.float32(0.1 * (-1) ** i * (i + 1) * np.ones(3)) for i in range(50)]
 
 
-@pytest.mark.parametrize("number", [0, 7, 8, 9, 15, 16, 49])
-@pytest.mark.parametrize("options", [{}, {"max_norm": 1e6}])
-def test_a_nonfinite_entry_in_any_of_many_arrays_skips_the_step(
-  options, number
-):
-  tx = ols.with_loss_scaling(optax.sgd(1.0), **options)
-  update = jax.jit(tx.update)
-  state = tx.init(MANY)
-  assert update(MANY, state)[1].loss_scale_state.last_finite
-  for value in (np.nan, np.inf, -np.inf):
-    grads = list(MANY)
-    grads[number] = grads[number].at[1].set(value)
-    for step in (tx.update, update):
-      updates, after = step(grads, state)
-      assert not after.loss_scale_state.last_finite
-      assert all(bool((u == 0).all()) for u in updates)
-
-
-@pytest.mark.parametrize("number", [0, 7, 8, 16, 49])
+@pytest.mark.parametrize("number", mark_slow_params([8], [0, 7, 8, 16, 49]))
 def test_the_largest_gradient_may_be_in_any_of_many_arrays(number):
-  grads = [g.at[2].set(-100.0) if i == number else g
-           for i, g in enumerate(MANY)]  # fmt: skip
-  for step in (AMAX_RECORDER.update, jax.jit(AMAX_RECORDER.update)):
-    _, after = step(grads, AMAX_RECORDER.init(MANY))
-    assert after.loss_scale_state.policy_state == 100
+  grads = [x.copy() for x in MANY]
+  grads[number][2] = -100
+  _, after = jax.jit(AMAX_RECORDER.update)(grads, AMAX_RECORDER.init(MANY))
+  assert after.loss_scale_state.policy_state == 100
 
 
 def test_scalars_are_combined_in_their_order_however_many_there_are():
   """A barrier between some of them changes no bit of a sum."""
-  values = list(jax.random.normal(jax.random.key(0), (50,)) * 1e3)
-  zero = jnp.float32(0)
+  values = list(np.random.default_rng(0).normal(size=50).astype("f") * 1000)
+  zero = np.float32(0)
   in_order = np.float32(0)
   for value in values:
     in_order += np.float32(value)
@@ -464,7 +458,7 @@ def test_scalars_are_combined_in_their_order_however_many_there_are():
 
 def test_each_member_of_a_population_clips_many_arrays_by_its_own_norm():
   tx = ols.with_loss_scaling(optax.sgd(1.0), max_norm=1.0)
-  batch = [jnp.stack([g, 3 * g, g.at[0].set(jnp.inf)]) for g in MANY]
+  batch = [np.stack([g, 3 * g, g + INF]) for g in MANY]
   state = tx.init(MANY)
   updates, after = jax.jit(jax.vmap(lambda g: tx.update(g, state)))(batch)
   assert after.loss_scale_state.last_finite.tolist() == [True, True, False]
@@ -476,61 +470,6 @@ def test_each_member_of_a_population_clips_many_arrays_by_its_own_norm():
 
 
 # Skipping.
-
-OPTIMIZERS = {
-  "sgd": optax.sgd(0.1),
-  "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
-  "adam": optax.adam(0.1),
-  "adamw": optax.adamw(0.1),
-  "lion": optax.lion(0.1),
-  "adafactor": optax.adafactor(0.1),
-  "muon": optax.contrib.muon(0.1),
-}
-DTYPES = {"f16": jnp.float16, "bf16": jnp.bfloat16, "f32": jnp.float32}
-
-
-@pytest.mark.parametrize("grad_dtype", DTYPES)
-@pytest.mark.parametrize("param_dtype", DTYPES)
-@pytest.mark.parametrize("optimizer", mark_slow_params(["adam"], OPTIMIZERS))
-def test_a_skipped_step_changes_no_bit_and_no_type_in_any_mix_of_dtypes(
-  optimizer, param_dtype, grad_dtype
-):
-  tx = ols.with_loss_scaling(OPTIMIZERS[optimizer])
-  params = make_params(DTYPES[param_dtype])
-  grads = make_grads(DTYPES[grad_dtype])
-  traces = []
-
-  @jax.jit
-  def step(grads, state, params):
-    traces.append(1)
-    return _apply(params, *tx.update(grads, state, params))
-
-  state = tx.init(params)
-  params, _, state = step(grads, state, params)
-  for bad, leaf in ((NAN, "w"), (INF, "b"), (-INF, "w")):
-    new, updates, skipped = step(insert_bad(grads, bad, leaf), state, params)
-    assert has_same_bits(new, params)
-    assert has_same_bits(skipped.inner_state, state.inner_state)
-    assert all(
-      (x == 0).all() and jnp.signbit(x).all() for x in jax.tree.leaves(updates)
-    )
-    state = state._replace(loss_scale_state=skipped.loss_scale_state)
-  new, updates, state = step(grads, state, params)
-  assert not has_same_bits(new, params)
-  assert jax.tree.map(jnp.result_type, updates) == (
-    jax.tree.map(jnp.result_type, params)
-  )
-  assert len(traces) == 1
-
-
-def test_complex_parameters_survive_a_skip_and_train():
-  tx = ols.with_loss_scaling(optax.sgd(0.5, momentum=0.9))
-  w = jnp.array([complex(-0.0, -0.0), complex(0.0, -0.0), complex(1, 2)])
-  grads = jnp.array([1.0, 1.0, complex(0.0, INF)])
-  new, _, _ = make_step(tx)(grads, tx.init(w), w)
-  assert has_same_bits(new, w)
-  new, _, _ = make_step(tx)(w, tx.init(w), w)
-  assert new[2] == complex(0.5, 1)
 
 
 @pytest.mark.parametrize(
@@ -555,7 +494,7 @@ def test_leaves_of_the_inner_state_that_are_not_arrays_keep_their_value():
     k = jax.random.split(state["k"])[0]
     return updates, state | {"n": state["n"] + 1, "flag": True, "k": k}
 
-  w = jnp.ones(2)
+  w = np.ones(2, np.float32)
   for jitted in (True, False):
     # A name can be no argument of what is compiled.
     first = leaves if jitted else leaves | {"name": "mine"}
@@ -584,7 +523,8 @@ def test_no_inner_optimizer_ever_sees_a_nan():
   )
   tx = ols.with_loss_scaling(inner)
   params, grads = make_params(), make_grads()
-  make_step(tx)(insert_bad(grads, NAN), tx.init(params), params)
+  grads["w"][-1, -1] = NAN
+  make_step(tx)(grads, tx.init(params), params)
   jax.effects_barrier()
   assert len(seen) == 1
   assert (seen[0] == 0).all()
@@ -592,7 +532,7 @@ def test_no_inner_optimizer_ever_sees_a_nan():
 
 def test_nothing_raises_or_applies_a_nan_however_long_it_lasts():
   """optax.apply_if_finite gives in after `max_consecutive_errors`."""
-  w = jnp.ones(2)
+  w = np.ones(2, np.float32)
 
   def step(carry, _):
     w, state = carry
@@ -609,8 +549,8 @@ def test_nothing_raises_or_applies_a_nan_however_long_it_lasts():
 
 
 def test_one_bad_micro_batch_costs_one_micro_batch_around_multi_steps():
-  w = jnp.zeros(2)
-  good, bad = jnp.ones(2), jnp.array([NAN, 1.0])
+  w = np.zeros(2, np.float32)
+  good, bad = np.ones(2, np.float32), np.float32([NAN, 1.0])
   for inner in (
     optax.MultiSteps(optax.sgd(1.0), 2),
     optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation(),
@@ -626,10 +566,11 @@ def test_one_bad_micro_batch_costs_one_micro_batch_around_multi_steps():
 def test_inside_multi_steps_one_nan_corrupts_the_accumulator_permanently():
   """Optax's MultiSteps multiplies the accumulator by zero: wrap it instead."""
   tx = optax.MultiSteps(ols.with_loss_scaling(optax.sgd(1.0)), 2)
-  params = jnp.zeros(2)
+  params = np.zeros(2, np.float32)
   state = tx.init(params)
   step = jax.jit(tx.update)
-  for grads in (jnp.ones(2), jnp.full(2, NAN), *[jnp.ones(2)] * 4):
+  for factor in (1.0, NAN, 1.0, 1.0, 1.0, 1.0):
+    grads = np.full(2, factor, np.float32)
     updates, state = step(grads, state, params)
     params = optax.apply_updates(params, updates)
   assert params.tolist() == [0.0, 0.0]
@@ -638,17 +579,19 @@ def test_inside_multi_steps_one_nan_corrupts_the_accumulator_permanently():
 
 def test_a_scale_inside_multi_steps_warns():
   tx = optax.MultiSteps(ols.with_loss_scaling(optax.sgd(1.0)), 2)
-  state = tx.init(jnp.zeros(2))
+  state = tx.init(np.zeros(2, np.float32))
   with pytest.warns(UserWarning, match=r"with_loss_scaling\(optax.MultiSteps"):
     ols.grad(jnp.sum, {"train": state})
   outside = ols.with_loss_scaling(optax.MultiSteps(optax.sgd(1.0), 2))
-  ols.grad(jnp.sum, outside.init(jnp.zeros(2)))
+  ols.grad(jnp.sum, outside.init(np.zeros(2, np.float32)))
 
 
 # Options.
 
 
-@pytest.mark.parametrize("grads_are_scaled", [False, True])
+@pytest.mark.parametrize(
+  "grads_are_scaled", mark_slow_params([True], [False, True])
+)
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 def test_max_norm_clips_as_optax_does(grads_are_scaled, max_norm):
   params, grads = make_params(), make_grads()
@@ -659,7 +602,7 @@ def test_max_norm_clips_as_optax_does(grads_are_scaled, max_norm):
     grads_are_scaled=grads_are_scaled,
   )
   bare = optax.chain(optax.clip_by_global_norm(max_norm), optax.sgd(1.0))
-  expected, _ = bare.update(grads, bare.init(params), params)
+  expected, _ = jax.jit(bare.update)(grads, bare.init(params), params)
   if grads_are_scaled:
     grads = jax.tree.map(lambda x: x * 2.0**10, grads)
   got = make_step(tx)(grads, tx.init(params), params)[1]
@@ -669,20 +612,20 @@ def test_max_norm_clips_as_optax_does(grads_are_scaled, max_norm):
 
 def test_max_norm_clips_float16_and_complex_gradients_by_their_true_norm():
   grads = {
-    "a": jnp.full(10_000, 300.0, jnp.float16),
-    "c": jnp.full(10_000, 300j),
+    "a": np.full(10_000, 300.0, np.float16),
+    "c": np.full(10_000, 300j, np.complex64),
   }
   tx = ols.with_loss_scaling(optax.identity(), max_norm=1.0)
-  updates = tx.update(grads, tx.init(grads))[0]
+  updates = jax.jit(tx.update)(grads, tx.init(grads))[0]
   norm = np.sqrt(sum(np.sum(np.abs(x) ** 2) for x in updates.values()))
   np.testing.assert_allclose(norm, 1.0, rtol=1e-4)
 
 
 def test_max_norm_skips_a_nonfinite_gradient_and_keeps_zeros():
   tx = ols.with_loss_scaling(optax.sgd(1.0), max_norm=1.0)
-  w = jnp.ones(3)
+  w = np.ones(3, np.float32)
   for bad in (NAN, INF):
-    new, _, state = make_step(tx)(w.at[1].set(bad), tx.init(w), w)
+    new, _, state = make_step(tx)(np.float32([1.0, bad, 1.0]), tx.init(w), w)
     assert has_same_bits(new, w)
     assert not state.loss_scale_state.last_finite
   new, _, state = make_step(tx)(w * 0, tx.init(w), w)
@@ -693,13 +636,13 @@ def test_max_norm_skips_a_nonfinite_gradient_and_keeps_zeros():
 def test_loss_scale_takes_a_policy_a_string_or_a_number():
   def first(loss_scale):
     tx = ols.with_loss_scaling(optax.sgd(1.0), loss_scale)
-    _, state = tx.update(jnp.inf, tx.init(0.0))
+    _, state = jax.jit(tx.update)(np.inf, tx.init(0.0))
     return state.loss_scale_state.loss_scale.item()
 
   assert first("dynamic") == 2.0**14
   assert first("headroom") == 2.0**7
   assert first(ols.DynamicLossScale(8.0)) == 4
-  for number in (128, 128.0, np.float32(128), jnp.float32(128), np.int64(128)):
+  for number in (128, 128.0, np.float32(128), np.float32(128), np.int64(128)):
     assert first(number) == 128
 
 
@@ -709,11 +652,11 @@ def test_loss_scale_takes_a_policy_a_string_or_a_number():
 @pytest.mark.parametrize("nothing", [None, optax.MaskedNode()], ids=repr)
 def test_a_leaf_of_the_params_may_have_no_gradient(nothing):
   # As in optim.update(grads, opt_state, model) of an Equinox model.
-  params = {"w": jnp.ones(2, jnp.float16), "static": jnp.ones(3)}
-  grads = {"w": jnp.ones(2), "static": nothing}
+  params = {"w": np.ones(2, np.float16), "static": np.ones(3, np.float32)}
+  grads = {"w": np.ones(2, np.float32), "static": nothing}
   updates, _ = SGD.update(grads, SGD.init(grads), params)
   assert updates["static"] == nothing
-  assert has_same_bits(updates["w"], -jnp.ones(2, jnp.float16))
+  assert has_same_bits(updates["w"], -np.ones(2, np.float16))
 
 
 def test_any_object_with_init_and_update_is_an_optimizer():
@@ -727,7 +670,7 @@ def test_any_object_with_init_and_update_is_an_optimizer():
       return jax.tree.map(lambda g: g / 2, updates), state
 
   tx = ols.with_loss_scaling(Halve())
-  updates, _ = tx.update(jnp.float32(3.0), tx.init(0.0), value=3.0)
+  updates, _ = tx.update(np.float32(3.0), tx.init(0.0), value=3.0)
   assert updates == 1.5
 
 
@@ -736,7 +679,7 @@ def test_with_loss_scaling_itself_can_be_injected():
     tx = optax.inject_hyperparams(ols.with_loss_scaling)(
       inner=optax.sgd(1.0), loss_scale=loss_scale, max_norm=1.0
     )
-    w = jnp.array([3.0, 4.0])
+    w = np.float32([3.0, 4.0])
     updates, state = jax.jit(tx.update)(w, tx.init(w), w)
     np.testing.assert_allclose(updates, [-0.6, -0.8], rtol=1e-6)
     assert optax.tree.get(state, "max_norm") == 1
@@ -749,10 +692,14 @@ def test_with_loss_scaling_itself_can_be_injected():
 
 @pytest.mark.parametrize(
   "options",
-  [{}, {"max_norm": 1e9}, {"grads_are_scaled": True}, {"check_updates": True}],
+  [
+    {"max_norm": 1e9, "check_updates": True},
+    pytest.param({}, marks=pytest.mark.slow),
+    pytest.param({"grads_are_scaled": True}, marks=pytest.mark.slow),
+  ],
   ids=str,
 )
-@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize("jitted", mark_slow_params([True], [True, False]))
 def test_every_leaf_type_passes_through_a_step(options, jitted):
   tx = ols.with_loss_scaling(optax.identity(), 1.0, **options)
   update = jax.jit(tx.update) if jitted else tx.update
@@ -763,7 +710,7 @@ def test_every_leaf_type_passes_through_a_step(options, jitted):
   )
   assert has_same_bits(updates, expected)
 
-  bad = LEAF_GROUPS | {"floats": FLOATS | {"f16": FLOATS["f16"] * jnp.inf}}
+  bad = LEAF_GROUPS | {"floats": FLOATS | {"f16": FLOATS["f16"] * np.inf}}
   updates, state = update(bad, tx.init(LEAF_GROUPS), LEAF_GROUPS)
   assert not state.loss_scale_state.last_finite
   # Updates that are added to params are zero; other leaves keep their value.

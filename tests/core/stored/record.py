@@ -40,7 +40,7 @@ def make(policy):
   state = tx.init(params)
   for grad in GRADS:
     grads = {"w": np.full(3, grad, np.float32)}
-    updates, state = tx.update(grads, state, params)
+    updates, state = jax.jit(tx.update)(grads, state, params)
     params = optax.apply_updates(params, updates)
   return tx, jax.tree.map(np.asarray, (params, state))
 

@@ -1,0 +1,326 @@
+"""A skipped step changes no bit: of no optimizer, in no dtype, jitted or not.
+
+XLA reduces large arrays by other paths than small ones, and in other orders. It
+treats subnormal numbers as zero when it adds on CPU, whatever is added, and
+with it `optax.apply_updates`; the wrapper's -0.0 adds nothing.
+"""
+
+import functools
+from typing import NamedTuple
+
+from helpers import mark_slow_params, optimizers
+from helpers.bits import has_same_bits
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+BAD = [np.nan, np.inf, -np.inf]
+OPTIMIZERS = {
+  "sgd": optax.sgd(0.1),
+  "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
+  "adam": optax.adam(0.1),
+  "adamw": optax.adamw(0.1),
+  "lion": optax.lion(0.1),
+  "adafactor": optax.adafactor(0.1),
+  "muon": optax.contrib.muon(0.1),
+}
+
+
+class Skip(NamedTuple):
+  """An optimizer, the dtypes of params and gradients, and how it is used."""
+
+  optimizer: str
+  params: str
+  grads: str
+  options: tuple[tuple[str, object], ...] = ()
+  jitted: bool = True
+
+
+SCALED = (("grads_are_scaled", True), ("max_norm", 1.0))
+CHECKED = (("check_updates", True),)
+QUICK = [
+  Skip("adam", "float16", "float32"),
+  Skip("momentum", "float32", "float16", SCALED),
+  Skip("adam", "bfloat16", "bfloat16", CHECKED),
+  Skip("momentum", "complex64", "complex64"),
+  Skip("sgd", "float32", "float32", jitted=False),
+]
+HALVES = "float16", "bfloat16", "float32"
+SKIPS = [
+  *QUICK,
+  *(
+    Skip(optimizer, params, grads, options)
+    for optimizer in OPTIMIZERS
+    for params in HALVES
+    for grads in HALVES
+    for options in ((), SCALED)
+    if Skip(optimizer, params, grads, options) not in QUICK
+  ),
+  Skip("adam", "float32", "float16", SCALED, jitted=False),
+]
+
+
+def make_tree(dtype):
+  """Leaves with zeros of both signs among their entries."""
+  w = [[1.0, -2.0, 0.5], [-0.0, 0.0, 4.0]]
+  return {"w": np.array(w, dtype), "b": np.array([-0.0, 3.0], dtype)}
+
+
+def insert_bad(tree, bad, leaf):
+  tree = jax.tree.map(np.array, tree)
+  tree[leaf].reshape(-1)[-1] = bad
+  return tree
+
+
+@pytest.mark.parametrize("skip", mark_slow_params(QUICK, SKIPS), ids=str)
+def test_a_skipped_step_changes_no_bit_and_no_type(skip):
+  tx = ols.with_loss_scaling(OPTIMIZERS[skip.optimizer], **dict(skip.options))
+  params = make_tree(skip.params)
+  grads = jax.tree.map(
+    lambda x: (x * 0.25 + 0.5).astype(skip.grads), make_tree(skip.grads)
+  )
+  traces = []
+
+  def step(grads, state, params):
+    traces.append(1)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), updates, state
+
+  step = jax.jit(step) if skip.jitted else step
+  state = tx.init(params)
+  params, _, state = step(grads, state, jax.tree.map(jnp.asarray, params))
+  for bad, leaf in zip(BAD, ("w", "b", "w"), strict=True):
+    new, updates, skipped = step(insert_bad(grads, bad, leaf), state, params)
+    assert has_same_bits(new, params)
+    assert has_same_bits(skipped.inner_state, state.inner_state)
+    for x in map(np.asarray, jax.tree.leaves(updates)):
+      assert (x == 0).all() and np.signbit(np.float64(x.real)).all()
+    assert not skipped.loss_scale_state.last_finite
+    state = state._replace(loss_scale_state=skipped.loss_scale_state)
+  new, updates, state = step(grads, state, params)
+  assert not has_same_bits(new, params)
+  assert state.loss_scale_state.total_notfinite == 3
+  dtypes = lambda tree: jax.tree.map(lambda x: x.dtype, tree)
+  assert dtypes(updates) == dtypes(params)
+  assert len(traces) == 1 or not skip.jitted
+
+
+# More arrays than XLA combines in one kernel on CPU.
+MANY = [np.float32(0.1 * (-1) ** i * (i + 1) * np.ones(3)) for i in range(50)]
+
+
+@pytest.mark.parametrize(
+  "options, number",
+  [
+    *(({}, 8), ({"max_norm": 1e6}, 49)),
+    *(
+      pytest.param(options, number, marks=pytest.mark.slow)
+      for options in ({}, {"max_norm": 1e6})
+      for number in (0, 7, 9, 15, 16)
+    ),
+  ],
+)
+def test_a_nonfinite_entry_in_any_of_many_arrays_skips_the_step(
+  options, number
+):
+  tx = ols.with_loss_scaling(optax.sgd(1.0), **options)
+  update = jax.jit(tx.update)
+  state = tx.init(MANY)
+  assert update(MANY, state)[1].loss_scale_state.last_finite
+  for value in BAD:
+    grads = [x.copy() for x in MANY]
+    grads[number][1] = value
+    updates, after = update(grads, state)
+    assert not after.loss_scale_state.last_finite
+    assert all((np.asarray(u) == 0).all() for u in updates)
+
+
+ALL = optimizers.get_all_factories()
+LEAVES = ["first", "middle", "zlast"]
+# GaLore's own lax.cond refuses these, wrapped or bare.
+REFUSED = {("optax.contrib.galore", "bfloat16")}
+# The shapes of the three leaves; some optimizers factorize matrices.
+SHAPES = {
+  "small": [(6, 4)] * 3,
+  "large": [(1001, 1000)] * 3,
+  "mixed": [(1,), (10_000_000,), (4097,)],
+  "medium": [(1,), (200_003,), (4097,)],
+}
+
+
+def make_leaf(shape, dtype):
+  x = np.linspace(-1, 1, np.prod(shape), dtype=dtype)
+  x[:1] = 0.0
+  x[1:2] = -0.0
+  return x.reshape(shape)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
+@pytest.mark.parametrize(
+  "name, dtype, shapes",
+  [
+    ("optax.adam", "float32", "medium"),
+    *(
+      pytest.param(name, dtype, shapes, marks=pytest.mark.nightly)
+      for name in ALL
+      for dtype in ("float16", "bfloat16", "float32", "float64")
+      for shapes in ("small", "large", "mixed")
+      if (name, dtype) not in REFUSED
+    ),
+  ],
+)
+def test_a_bad_entry_at_any_index_of_leaves_of_any_size_changes_no_bit(
+  name, dtype, shapes
+):
+  with jax.enable_x64(dtype == "float64"):
+    check_skips(name, SHAPES[shapes], dtype)
+
+
+def check_skips(name, shapes, dtype):
+  """Each kind of bad entry, at nine indices in turn, changes nothing."""
+  factory, kwargs = ALL[name]
+  tx = ols.with_loss_scaling(factory(**kwargs))
+  param_dtype = "float64" if dtype == "float64" else "float32"
+  params = {
+    name: jnp.asarray(make_leaf(shape, param_dtype) + i)
+    for i, (name, shape) in enumerate(zip(LEAVES, shapes, strict=True))
+  }
+
+  @jax.jit
+  def step(params, state, grads, leaf_number, where, value):
+    # The bad entry is put in here, so that nothing is compiled again.
+    grads = {
+      name: grad.reshape(-1)
+      .at[jnp.where(leaf_number == i, where, grad.size)]
+      .set(value, mode="drop")
+      .reshape(grad.shape)
+      for i, (name, grad) in enumerate(grads.items())
+    }
+    value = optimizers.sum_of_squares(params)
+    updates, new_state = optimizers.update(
+      name, tx, value, grads, state, params
+    )
+    return optax.apply_updates(params, updates), new_state
+
+  grads = jax.tree.map(lambda x: (np.asarray(x) * 0.5 + 0.25).astype(dtype),
+                       params)  # fmt: skip
+  start, state = params, tx.init(params)
+  for _ in range(2):  # The first step of some only fills their state.
+    params, state = step(params, state, grads, -1, 0, 0.0)
+  assert not has_same_bits(params, start)
+  assert state.loss_scale_state.last_finite
+  for value in BAD:
+    for leaf, leaf_name in enumerate(LEAVES):
+      size = params[leaf_name].size
+      for where in (0, size // 2, size - 1):
+        new, after = step(params, state, grads, leaf, where, value)
+        assert has_same_bits(
+          (new, after.inner_state), (params, state.inner_state)
+        ), (value, leaf_name, where)
+        assert after.loss_scale_state.total_notfinite == 1
+
+
+# Subnormal parameters: the sentences that the pages say.
+
+
+def make_subnormals(dtype):
+  """The smallest and the largest of both signs, among other numbers."""
+  info = jnp.finfo(dtype)
+  smallest = np.array(info.smallest_subnormal, dtype)
+  largest = np.array(info.tiny, dtype) - smallest
+  few = [smallest, -smallest, largest, -largest, 0.0, -0.0, 1.0]
+  return np.tile(np.array(few, dtype), 9)
+
+
+def run_skipped_step(optimizer, params, jitted, select):
+  """The params after a step that is skipped."""
+  tx = ols.with_loss_scaling(OPTIMIZERS[optimizer])
+
+  def step(params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    new = optax.apply_updates(params, updates)
+    return ols.select_if_finite(state, new, params) if select else new
+
+  grads = (params + np.nan).astype(params.dtype)
+  step = jax.jit(step) if jitted else step
+  return np.asarray(step(jnp.asarray(params), tx.init(params), grads))
+
+
+KEPT = ["float16", "float8_e4m3fn", "float8_e5m2"]
+LOST_EAGERLY = ["float32", "bfloat16", "float64", "complex64"]
+# The dtype, the optimizer, jitted or not, and whether select_if_finite is used.
+SUBNORMAL_KEPT = [
+  *(
+    (dtype, optimizer, jitted, True)
+    for dtype in (*KEPT, *LOST_EAGERLY)
+    for optimizer in ("sgd", "adam")
+    for jitted in (True, False)
+  ),
+  *(
+    (dtype, optimizer, jitted, False)
+    for dtype in KEPT
+    for optimizer in ("sgd", "adam")
+    for jitted in (True, False)
+  ),
+  *(
+    (dtype, optimizer, True, False)
+    for dtype in ("float32", "float64")
+    for optimizer in ("sgd", "adam")
+  ),
+]
+
+
+@pytest.mark.parametrize(
+  "case",
+  mark_slow_params(
+    [("float32", "sgd", True, False), ("bfloat16", "adam", True, True)],
+    SUBNORMAL_KEPT,
+  ),
+  ids=str,
+)
+def test_subnormal_params_are_kept_where_the_pages_say(case):
+  dtype, *how = case
+  with jax.enable_x64(True):
+    params = make_subnormals(dtype)
+    run = functools.partial(run_skipped_step, params=params)
+    optimizer, jitted, select = how
+    assert has_same_bits(run(optimizer, jitted=jitted, select=select), params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("dtype", LOST_EAGERLY)
+def test_outside_jit_other_dtypes_flush_subnormals_to_zero_only(
+  dtype, optimizer
+):
+  with jax.enable_x64(True):
+    old = make_subnormals(dtype)
+    new = run_skipped_step(optimizer, old, jitted=False, select=False)
+    # In NumPy, which preserves subnormal numbers.
+    are_subnormal = (old != 0) & (abs(old) < np.array(jnp.finfo(dtype).tiny))
+    assert are_subnormal.any()
+    assert (new[are_subnormal] == 0).all()
+    assert has_same_bits(new[~are_subnormal], old[~are_subnormal])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "complex64"])
+def test_under_jit_bfloat16_and_complex_adam_moments_lose_subnormals(dtype):
+  params = make_subnormals(dtype)
+  new = run_skipped_step("adam", params, jitted=True, select=False)
+  assert not has_same_bits(new, params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", LOST_EAGERLY)
+def test_no_update_could_keep_subnormal_moments(dtype):
+  """So it is not for the wrapper to mend."""
+  with jax.enable_x64(True):
+    params = jnp.asarray(make_subnormals(dtype))
+    zeros = jnp.zeros_like(params)
+    for update in (zeros, -zeros, params, -params):
+      assert not has_same_bits(optax.apply_updates(params, update), params)
