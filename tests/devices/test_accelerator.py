@@ -71,6 +71,7 @@ def test_subnormal_float16_gradients_are_not_flushed():
   np.testing.assert_array_equal(np.float32(grad), np.full(4, small))
 
 
+@pytest.mark.slow
 def test_find_overflow_returns_the_layer_whose_weight_overflows():
   params = small_model.init_params()
   (batch,) = small_model.make_batches(1)

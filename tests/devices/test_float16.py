@@ -142,6 +142,7 @@ def run_on_8_devices(fun, params, state, batch):
   return jax.jit(fun)(*args), list_sum_dtypes(fun, *args)
 
 
+@jax.jit
 def make_params_and_batch():
   keys = jax.random.split(jax.random.key(0), 5)
   shapes = (64, 128), (128, 128), (128, 16)
@@ -161,7 +162,7 @@ def flatten(grads):
 def compared():
   """(dtypes of the sums, error, share flushed) at a scale, against float32."""
   params, batch = make_params_and_batch()
-  exact = flatten(jax.grad(small_loss)(params, batch))
+  exact = flatten(jax.jit(jax.grad(small_loss))(params, batch))
 
   def compare(fun, scale, unscale=1.0):
     state = ols.FixedLossScale(scale).init()
@@ -189,6 +190,7 @@ def test_a_float16_sum_that_keeps_the_scale_is_nearly_as_good_as_float32(
   assert dtypes == {"float16"} and flushed == 1
 
 
+@pytest.mark.slow
 def test_dividing_before_the_sum_costs_three_binades_on_8_devices(compared):
   """Only where the scale is too low; a scale that is 8 times as large fits."""
   low, high = 2.0**10, 2.0**13
@@ -201,7 +203,9 @@ def test_dividing_before_the_sum_costs_three_binades_on_8_devices(compared):
 
 def test_a_sum_that_keeps_the_scale_trains_and_skips_on_all_devices():
   params, batch = make_params_and_batch()
-  bad = batch[0].at[3].set(jnp.inf), batch[1]  # on the first device alone
+  x = np.array(batch[0])
+  x[3] = np.inf  # on the first device alone
+  bad = x, batch[1]
   tx = ols.with_loss_scaling(
     optax.sgd(1 / PART), 2.0**24, grads_are_scaled=True, axis_name="data"
   )
@@ -217,8 +221,11 @@ def test_a_sum_that_keeps_the_scale_trains_and_skips_on_all_devices():
   assert ols.get_loss_scale_state(after).total_notfinite == 1
 
   (after, _), _ = run_on_8_devices(step, params, opt_state, batch)
-  grads = jax.grad(small_loss)(params, batch)
-  exact = [w - g / PART for w, g in zip(params, grads, strict=True)]
+  grads = jax.jit(jax.grad(small_loss))(params, batch)
+  exact = [
+    np.asarray(w) - np.asarray(g) / PART
+    for w, g in zip(params, grads, strict=True)
+  ]
   for mine, theirs in zip(after, exact, strict=True):
     np.testing.assert_allclose(mine, theirs, atol=1e-3)
 

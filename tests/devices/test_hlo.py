@@ -14,6 +14,8 @@ import pytest
 
 import optax_lossscale as ols
 
+pytestmark = pytest.mark.slow
+
 ONE_ALL_REDUCE = Counter({"all-reduce": 1})
 WIDTH = 16
 

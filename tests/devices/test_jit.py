@@ -2,7 +2,7 @@
 
 import functools
 
-from helpers import exact_model, sharding
+from helpers import exact_model, mark_slow_params, sharding
 from helpers.bits import assert_same_bits
 from helpers.sharded_runs import JIT_LAYOUTS, ShardedRun
 import jax
@@ -14,7 +14,9 @@ import optax_lossscale as ols
 
 STEPS = 50
 
-AXIS_TYPES = [AxisType.Auto, AxisType.Explicit]
+AXIS_TYPES = mark_slow_params(
+  [AxisType.Explicit], [AxisType.Auto, AxisType.Explicit]
+)
 
 
 @pytest.mark.slow
@@ -36,8 +38,8 @@ def test_fifty_steps_on_eight_devices_equal_those_on_one(layout, axis_type):
 @pytest.mark.parametrize(
   ("layout", "jitted"),
   [
-    ("data parallel", True),
     ("2x4", True),
+    pytest.param("data parallel", True, marks=pytest.mark.slow),
     pytest.param("fsdp", True, marks=pytest.mark.slow),
     pytest.param("tensor parallel", True, marks=pytest.mark.slow),
     pytest.param("2x4", False, marks=pytest.mark.slow),

@@ -84,6 +84,7 @@ def make_step(tx):
   return step, traces
 
 
+@pytest.mark.slow
 def test_an_equinox_model_trains_with_only_two_lines_changed():
   model, tx, opt_state = make(optax.adam(0.01))
   step, traces = make_step(tx)
@@ -120,14 +121,16 @@ def test_filtered_gradients_equal_those_of_equinox():
   differentiated = ols.value_and_grad(
     loss_fn, opt_state, using=eqx.filter_value_and_grad
   )
-  loss, grads = differentiated(model, batch, weight=3.0)
-  want_loss, want = eqx.filter_value_and_grad(loss_fn)(model, batch, weight=3.0)
+  run = lambda fun: eqx.filter_jit(fun)(model, batch, weight=3.0)
+  loss, grads = run(differentiated)
+  want_loss, want = run(eqx.filter_value_and_grad(loss_fn))
   assert loss == want_loss
   assert grads.steps_seen is None and grads.mlp.activation is None
   # Unscaled float16 gradients have fewer digits where they are small.
   chex.assert_trees_all_close(grads, want, rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_frozen_layer_is_filtered_out():
   model, tx, _ = make(optax.sgd(0.1))
   spec = jax.tree.map(lambda _: False, model)

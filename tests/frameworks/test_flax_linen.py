@@ -1,5 +1,7 @@
 """Flax linen: TrainState, batch statistics, fp8 layers, serialization."""
 
+import functools
+
 import chex
 from flax import linen as nn
 from flax import serialization
@@ -35,6 +37,7 @@ class Model(nn.Module):
 MODEL = Model()
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def make_data(overflow=False):
   x = jax.random.normal(jax.random.key(0), (16, 4))
   if overflow:  # in the forward pass, of float16 alone
@@ -43,7 +46,7 @@ def make_data(overflow=False):
 
 
 def make_state(tx):
-  variables = MODEL.init(jax.random.key(1), make_data()[0])
+  variables = jax.jit(MODEL.init)(jax.random.key(1), make_data()[0])
   return StatsState.create(apply_fn=MODEL.apply, tx=tx, **variables)
 
 
@@ -80,6 +83,7 @@ def started():
   return state
 
 
+@pytest.mark.slow
 def test_a_train_state_trains_with_only_two_lines_changed(started):
   state = started
   _, first = step(state, make_data())
@@ -103,6 +107,7 @@ def test_batch_statistics_stay_finite_through_an_overflowing_forward_pass(
   assert all(map(np.all, map(np.isfinite, jax.tree.leaves(after.batch_stats))))
 
 
+@pytest.mark.slow
 def test_without_the_recipe_batch_statistics_are_lost_permanently(started):
   state, _ = careless_step(started, make_data(overflow=True))
   assert_same_bits(state.params, started.params)  # the step was skipped ...
@@ -174,6 +179,7 @@ def fp8_runs():
   return bare, scaled, step, x
 
 
+@pytest.mark.slow
 def test_an_fp8_model_trains_as_without_scaling(fp8_runs):
   bare, scaled, _, _ = fp8_runs
   chex.assert_trees_all_close(
@@ -188,6 +194,7 @@ def test_an_fp8_model_trains_as_without_scaling(fp8_runs):
       np.testing.assert_allclose(value, bare_stats[name] * factor, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_fp8_statistics_are_kept_on_a_skip_by_the_recipe(fp8_runs):
   _, state, step, x = fp8_runs
   after = step(state, x, jnp.inf)

@@ -1,5 +1,7 @@
 """Flax NNX: models and optimizers whose leaves are variables."""
 
+import functools
+
 from flax import nnx
 from helpers.bits import assert_same_bits
 import jax
@@ -27,6 +29,7 @@ class Model(nnx.Module):
     return self.out(x).astype(jnp.float32)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def make_data(overflow=False):
   x = jax.random.normal(jax.random.key(0), (16, 4))
   if overflow:  # in the forward pass, of float16 alone
@@ -71,6 +74,7 @@ def arrays(node, *filters):
   return jax.tree.map(np.array, jax.tree.leaves(nnx.state(node, *filters)))
 
 
+@pytest.mark.slow
 def test_an_nnx_optimizer_trains_with_only_two_lines_changed():
   model, optimizer = make()
   traces = []
@@ -115,6 +119,7 @@ def test_the_scale_is_found_and_set_in_any_nnx_object():
   assert ols.get_loss_scale_state(optimizer).finite_count == 1
 
 
+@pytest.mark.slow
 def test_nnx_scan_carries_model_and_optimizer_through_an_overflow():
   data = [make_data(), make_data(overflow=True), make_data()]
   xs, ys = jax.tree.map(lambda *leaves: jnp.stack(leaves), *data)
@@ -134,6 +139,7 @@ def test_nnx_scan_carries_model_and_optimizer_through_an_overflow():
       np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_extra_arguments_reach_the_inner_optimizer():
   model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
   tx = ols.with_loss_scaling(optax.polyak_sgd(0.1))

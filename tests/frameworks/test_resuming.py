@@ -11,9 +11,11 @@ from flax import serialization
 from flax.training import checkpoints
 from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
+from helpers import mark_slow_params
 from helpers.bits import assert_same_bits
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
@@ -41,12 +43,17 @@ class ScaledTrainState(TrainState):
 
 
 def init_params():
-  return {"w": jnp.linspace(0.5, 1, 4)}
+  return {"w": np.linspace(0.5, 1, 4, dtype=np.float32)}
+
+
+@jax.jit
+def step(state):
+  return state.apply_gradients(grads=jax.tree.map(jnp.sin, state.params))
 
 
 def train(state, steps=STEPS):
   for _ in range(steps):
-    state = state.apply_gradients(grads=jax.tree.map(jnp.sin, state.params))
+    state = step(state)
   return state
 
 
@@ -62,7 +69,9 @@ def get_count(state):
   return optax.tree.get(state.opt_state, "count").item()
 
 
-@pytest.fixture(params=[True, False], ids=["orbax", "msgpack"])
+@pytest.fixture(
+  params=mark_slow_params([False], [True, False]), ids=["orbax", "msgpack"]
+)
 def save_and_restore(request, tmp_path):
   """Flax's own functions, in each of the two formats that they write."""
   before = flax.config.flax_use_orbax_checkpointing

@@ -1,12 +1,16 @@
 """A tiny problem, and the loops over it, for tests of what goes around them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import optax_lossscale as ols
 
 
+@jax.jit
 def init_params():
   keys = jax.random.split(jax.random.key(0), 3)
   return {
@@ -16,6 +20,7 @@ def init_params():
   }
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def make_batches(steps):
   """A list of (x, y)."""
   keys = jax.random.split(jax.random.key(1), steps)
@@ -29,7 +34,7 @@ def make_batches(steps):
 def make_overflowing_batch(batch):
   """The same, but with inputs that make the loss NaN and all gradients."""
   x, y = batch
-  return jnp.full_like(x, jnp.inf), y
+  return np.full(x.shape, np.inf, x.dtype), y
 
 
 def loss_fn(params, batch):
