@@ -35,9 +35,12 @@ CORE = _arrays _checks \
 # Folders of which a random sample of mutants is tried.
 SAMPLED = _autocast _jaxprs diagnostics
 SAMPLE =
+# Outside of the folders that pytest looks into by itself.
+BENCHMARK_TESTS = benchmarks/compilers/test_scheduled_hlo.py \
+  benchmarks/on_gpu/test_on_gpu.py benchmarks/on_gpu/test_gpu_command.py
 # Left out on all but the newest Python and JAX, since it tells nothing new there.
 ONLY_NEWEST = $(addprefix --ignore=tests/, \
-  diagnostics/test_plots.py pages benchmarks policies/test_starving.py \
+  diagnostics/test_plots.py pages policies/test_starving.py \
   $(addprefix package/, test_environments.py test_helpers.py test_package.py \
     test_release.py) \
   $(addprefix interop/, test_fuzz.py test_golden.py))
@@ -79,7 +82,8 @@ test: $(VENV)/installed-test ## Run the quick tests, as before each commit
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
 
 test-slow: $(VENV)/installed-test $(VENV)/installed-tpu ## Run the other tests: notebooks, processes, kills, releases
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m 'slow and not nightly'
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m 'slow and not nightly' \
+	  tests optax_lossscale $(BENCHMARK_TESTS)
 
 coverage: $(VENV)/installed-test ## Run both; fail unless they take every branch
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) $(ALL) \
@@ -110,7 +114,7 @@ test-jax-flags: $(VENV)/installed-test ## Run the tests of what reads jaxprs wit
 	  tests/autocast tests/diagnostics tests/core
 
 nightly: $(VENV)/installed-test ## Run what takes two hours more: 50 kills, 10,000 random programs
-	$(BIN)/python -m pytest -m nightly
+	$(BIN)/python -m pytest -m nightly tests $(BENCHMARK_TESTS)
 	$(BIN)/python -m pytest -m 'not nightly' --hypothesis-profile=nightly \
 	  tests/policies/test_random_programs.py tests/interop/test_fuzz.py
 

@@ -10,6 +10,8 @@ import sys
 from helpers import ROOT
 import pytest
 
+pytestmark = pytest.mark.slow
+
 TORCH_PARTS = ("torch-optimizers", "torch-transformer")
 REPORTS = "check_step of a GPT, JAX"
 needs_torch = pytest.mark.skipif(
@@ -109,7 +111,6 @@ def test_without_torch_only_jax_is_measured_and_the_report_says_so(run):
 
 
 @needs_torch
-@pytest.mark.slow
 def test_torch_and_jax_have_equal_losses(run):
   found = run("--parts", "transformer", *TORCH_PARTS)
   assert_all_was_measured(found)
@@ -121,7 +122,6 @@ def test_torch_and_jax_have_equal_losses(run):
     assert loss("transformer, torch", i) == expected
 
 
-@pytest.mark.slow
 def test_rows_that_exceed_their_seconds_are_reported_and_the_run_goes_on(run):
   found = run("--without", "torch", "--parts", "reports", "--row-seconds=0.01")
   rows = found["tables"][REPORTS]["rows"]

@@ -3,6 +3,8 @@
 from helpers.benchmark import load_benchmark
 import pytest
 
+pytestmark = pytest.mark.slow
+
 scheduled_hlo = load_benchmark("compilers/scheduled_hlo")
 
 PROGRAM = """

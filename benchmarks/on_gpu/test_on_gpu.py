@@ -27,6 +27,8 @@ sizes = load_benchmark("on_gpu.sizes")
 tables = load_benchmark("on_gpu.tables")
 variants = load_benchmark("shared.variants")
 
+pytestmark = pytest.mark.slow
+
 TINY = dataclasses.replace(sizes.SIZES["tiny"], rounds=1, first_steps=2, rows=1)
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: out of memory\nand where it was"
 FAILED = "RuntimeError: RESOURCE_EXHAUSTED: out of memory"
@@ -289,7 +291,6 @@ def test_packages_of_the_users_path_are_found_after_this_checkout(
   assert again == found
 
 
-@pytest.mark.slow
 def test_a_variant_that_fails_does_not_end_its_case(capsys, monkeypatch):
   def fail(workload):
     raise RuntimeError(OUT_OF_MEMORY)
@@ -339,7 +340,6 @@ def test_the_copy_is_measured(capsys):
   assert math.isnan(failed)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["transformer, unrolled", "residual network"])
 def test_all_precisions_have_nearly_the_float32_loss(name):
   model = jax_training.Model(name, TINY)
@@ -378,7 +378,6 @@ def test_rows_of_an_earlier_process_are_not_measured_again(capsys):
   assert event["rows"] == [earlier]
 
 
-@pytest.mark.slow
 def test_reports_are_timed_relative_to_the_compilation(capsys, monkeypatch):
   def check_step(step, *args, progress):
     assert not progress
