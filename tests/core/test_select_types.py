@@ -287,5 +287,6 @@ def test_each_member_of_a_vmap_is_selected_by_its_flag(in_axes):
     state if in_axes[1] == 0 else jax.tree.map(lambda x: jnp.stack([x, x]), OLD)
   )
   for name in OLD:
-    np.testing.assert_array_equal(new[name][0], applied[name][0])
+    # Compiled in two programs, one may multiply and add at once.
+    np.testing.assert_allclose(new[name][0], applied[name][0], rtol=1e-6)
     np.testing.assert_array_equal(new[name][1], old[name][1])
