@@ -13,7 +13,6 @@ from helpers.benchmark import load_benchmark
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import optax_lossscale as ols
@@ -111,15 +110,12 @@ QUICK = {
   "a change of sparse gradients": Bounds(change_of_sparse, (2,), in_a_row=512),
 }
 SLOW = {
-  "a NaN, then gradients of 2**-24, from 2**0": Bounds(
-    start_with, ([NAN], [-24], 20_000), lost=10, log2_init_scale=0
-  ),
-  "10 NaNs, then any gradients": Bounds(
-    start_with, ([NAN] * 10, LEVELS, 110), lost=39
-  ),
-  "a zero and a NaN, then any gradients": Bounds(
-    start_with, ([ZERO, NAN], LEVELS, 102), lost=39
-  ),
+  **{
+    f"{len(start)} bad steps, then any gradients": Bounds(
+      start_with, (start, LEVELS, len(start) + 100), lost=39
+    )
+    for start in ([NAN] * 10, [ZERO, NAN])
+  },
   **{
     f"{nans} NaNs, then spikes of any period": Bounds(
       every, (range(5, 301, 5), 0.0, -20.0, 6_000, nans), lost=45, in_a_row=20
@@ -248,89 +244,8 @@ def test_with_nans_only_proposals_are_over_32_binades_below_the_best_scale():
     assert 0 < far.mean() < 1.5 * guesses
 
 
-def predict(params, points):
-  hidden = jax.nn.relu(points @ params["in"])
-  return hidden @ params["main"], points @ params["small"]
-
-
-def train(loss_scale, loss_fn, params, masked_batches, dtype, steps):
-  """The params after steps on random points, of which the first are masked."""
-  tx = ols.with_loss_scaling(optax.adam(1e-2), loss_scale)
-  points = jax.random.normal(jax.random.key(0), (steps, 64, 8))
-  half_predict = ols.autocast(predict, dtype)
-
-  def step(carry, batch):
-    params, opt_state = carry
-    grads = ols.grad(loss_fn, opt_state)(params, half_predict, *batch)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    return (optax.apply_updates(params, updates), opt_state), None
-
-  keys = jax.random.split(jax.random.key(1))
-  params = params | {
-    "in": jax.random.normal(keys[0], (8, 16)) / 3,
-    "main": jax.random.normal(keys[1], (16, 1)) / 4,
-  }
-  batches = points, jnp.arange(steps) < masked_batches
-  return jax.lax.scan(step, (params, tx.init(params)), batches)[0][0]
-
-
-def train_two_losses(loss_scale, masked_batches, dtype=jnp.float16):
-  """The accuracy in what a second loss teaches, which is smaller by 2**-24."""
-
-  def loss_fn(params, predict, points, is_masked):
-    mask = jnp.where(is_masked, 0.0, jnp.ones(64))
-    main, small = predict(params, points)
-    labels = points[:, :2].sum(1) > 0
-    small_loss = optax.sigmoid_binary_cross_entropy(small[:, 0], labels)
-    main_loss = (main[:, 0] - points[:, 0]) ** 2
-    losses = 2.0**-10 * main_loss + 2.0**-34 * small_loss
-    return jnp.sum(mask * losses) / jnp.sum(mask)
-
-  params = {"small": jnp.zeros((8, 1))}
-  params = train(loss_scale, loss_fn, params, masked_batches, dtype, 300)
-  test = jax.random.normal(jax.random.key(2), (2000, 8))
-  right = (predict(params, test)[1][:, 0] > 0) == (test[:, :2].sum(1) > 0)
-  return float(right.mean())
-
-
-@pytest.mark.slow
-def test_a_training_that_begins_with_masked_batches_still_learns():
-  without = train_two_losses("headroom", 0)
-  assert train_two_losses(1.0, 0, jnp.float32) > 0.97
-  assert without > 0.97
-  for masked in (1, 3):
-    assert abs(train_two_losses("headroom", masked) - without) < 0.01
-
-
 # A gradient that is finite although it is, times the scale, above the top was
 # never in half precision. It shows that this scale held, and no more.
-
-
-def train_net_with_scalar(loss_scale, masked_batches=0):
-  """Return the loss of a network trained with a scalar in raw units."""
-
-  def loss_fn(params, predict, points, is_masked):
-    raw = 2.0**20 * (1 + points[:, 1])
-    raw_loss = jnp.mean((params["scalar"] * 2.0**20 - raw) ** 2)
-    said = predict(params, points)[0][:, 0]
-    net_loss = jnp.mean((said - points[:, 0]) ** 2)
-    return jnp.where(is_masked, jnp.nan, 2.0**-20 * net_loss + raw_loss)
-
-  params = {"scalar": jnp.zeros(()), "small": jnp.zeros((8, 1))}
-  params = train(loss_scale, loss_fn, params, masked_batches, jnp.float16, 600)
-  points = jax.random.normal(jax.random.key(3), (2000, 8))
-  return float(jnp.mean((predict(params, points)[0][:, 0] - points[:, 0]) ** 2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("masked_batches", [0, 1, 10])
-def test_a_network_learns_together_with_a_scalar_fitted_in_raw_units(
-  masked_batches,
-):
-  assert train_net_with_scalar("headroom", masked_batches) < 0.02
-  assert train_net_with_scalar("dynamic", masked_batches) < 0.02
-  # With a scale that is too low, the network does not learn.
-  assert train_net_with_scalar(2.0**-24, masked_batches) > 0.5
 
 
 @jax.jit
