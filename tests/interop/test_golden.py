@@ -140,7 +140,7 @@ SYSTEMS = {
 
 @functools.cache
 def load_cases(name):
-  """The cases of each group, which have their settings in encoding."""
+  """The cases of each group, which have their settings in common."""
   groups = {}
   for case in interop_replay.load(SYSTEMS[name].file)["cases"]:
     if case["settings"].get("dynamic", True):
