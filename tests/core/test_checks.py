@@ -2,6 +2,7 @@
 
 import equinox as eqx
 from flax import nnx
+from helpers.policy_models import run_policy
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,11 +57,10 @@ def test_dynamic_names_the_hyperparameter_and_quotes_its_value(name, values):
 def test_the_bounds_of_a_hyperparameter_are_allowed_values(name, values):
   for value in values:
     policy = ols.DynamicLossScale(**{name: value})
-    state = policy.adjust(policy.init(), True)
-    assert 2.0**-126 <= state.loss_scale <= 2.0**126
-    if name.endswith("factor"):  # They must differ from 1 in float32.
-      moved = jnp.float32(value) * jnp.float32(2.0**15)
-      assert moved != 2.0**15
+    (scale,) = run_policy(policy, [True]).loss_scale
+    assert 2.0**-126 <= scale <= 2.0**126
+    if name.endswith("factor"):
+      assert np.float32(value) != 1
 
 
 def test_bounds_are_printed_in_readable_form():
@@ -184,15 +184,15 @@ def test_update_says_how_to_adopt_the_state_of_a_bare_optimizer():
   old = inner.init(w)
   text = get_message(TypeError, lambda: tx.update(w, old, w))
   assert "tx.init(params)._replace(inner_state=state)" in text
-  tx.update(w, tx.init(w)._replace(inner_state=old), w)
+  jax.eval_shape(tx.update, w, tx.init(w)._replace(inner_state=old), w)
 
 
 @pytest.mark.parametrize("value", [2.0**-126, 2.0**127])
 def test_max_norm_may_be_any_normal_number(value):
   tx = ols.with_loss_scaling(optax.sgd(1.0), max_norm=value)
-  grads = jnp.array([3.0, 4.0])
-  updates, _ = tx.update(grads, tx.init(grads))
-  norm = jnp.linalg.norm(updates)
+  grads = np.float32([3.0, 4.0])
+  updates, _ = jax.jit(tx.update)(grads, tx.init(grads))
+  norm = np.linalg.norm(updates)
   assert norm == 5 if value > 5 else norm <= value
 
 
@@ -270,9 +270,8 @@ def test_an_energy_with_forces_is_differentiated_again():
   state, w = ols.FixedLossScale(8.0).init(), jnp.array([1.0, 2.0])
   for argnums, aux in {1: [4, 8], (1,): ([4, 8],)}.items():
     fun = jax.value_and_grad(energy, argnums)
-    (loss, forces), grads = ols.value_and_grad(fun, state, has_aux=True)(
-      w, jnp.array([2.0, 2.0])
-    )
+    differentiated = jax.jit(ols.value_and_grad(fun, state, has_aux=True))
+    (loss, forces), grads = differentiated(w, np.float32([2.0, 2.0]))
     assert jax.tree.map(lambda x: x.tolist(), forces) == aux
     assert (loss, grads.tolist()) == (12, [4, 4])
   slope = ols.grad(jax.grad(lambda w: w**3), state)

@@ -377,7 +377,8 @@ def test_metrics_use_the_min_scale_of_each_policy(policy, floor):
 
 def test_metrics_of_mapped_states_and_before_the_first_step_are_defined():
   policy = ols.HeadroomLossScale()
-  start = ols.loss_scale_metrics(policy.init(), policy=policy, steps=0)
+  measure = jax.jit(ols.loss_scale_metrics, static_argnames="policy")
+  start = measure(policy.init(), policy=policy, steps=0)
   assert (start["skip_rate"], start["skips_at_min_scale"]) == (0, 0)
 
   @jax.jit
@@ -386,7 +387,7 @@ def test_metrics_of_mapped_states_and_before_the_first_step_are_defined():
     return policy.adjust(policy.init(), finite, grads_amax=1.0)
 
   states = each(jnp.array([True, False]))
-  metrics = ols.loss_scale_metrics(states, policy=policy, steps=2)
+  metrics = measure(states, policy=policy, steps=2)
   assert metrics["skip_rate"].tolist() == [0, 0.5]
   assert all(x.shape == (2,) for x in metrics.values())
   assert all(not x.weak_type for x in metrics.values())
@@ -418,13 +419,12 @@ def test_the_log2_is_exact_for_every_power_of_two():
 
 def test_select_if_finite_says_what_to_do_with_a_state_that_is_mapped():
   policy = ols.DynamicLossScale()
-  state = jax.vmap(lambda _: policy.init())(jnp.arange(3))
-  finite = jnp.array([True, False, True])
-  state = jax.vmap(policy.adjust)(state, finite)
-  new, old = jnp.ones(3), jnp.zeros(3)
+  adjust = lambda finite: policy.adjust(policy.init(), finite)
+  state = jax.jit(jax.vmap(adjust))(np.array([True, False, True]))
+  new, old = np.ones(3, np.float32), np.zeros(3, np.float32)
   message = r"got last_finite of shape \(3,\).*or map it: jax.vmap"
   with pytest.raises(ValueError, match=message):
     ols.select_if_finite(state, new, old)
   # As the message says.
-  got = jax.vmap(ols.select_if_finite)(state, new, old)
+  got = jax.jit(jax.vmap(ols.select_if_finite))(state, new, old)
   assert got.tolist() == [1, 0, 1]
