@@ -1,5 +1,6 @@
 """Wrong and hostile input: an error that says what, where and what is known."""
 
+import functools
 import re
 
 from helpers import interop_samples as samples
@@ -173,151 +174,166 @@ def test_values_that_the_other_system_would_not_write_are_refused(
     call({**valid, **changes})
 
 
-def megatron_state(settings):
-  return interop.from_megatron(settings, samples.MEGATRON_STATE)
+def make_object(method):
+  """An object with this method, as another library has it."""
+  return type("Scaler", (), {method: lambda self: {}})()
 
 
-# A call, its argument, and the error.
-REFUSED_WHOLE = [
-  (
-    megatron_state,
-    {"min_loss_scale": 2.0**21},
-    r"minimum 2\*\*21 and the maximum 2\*\*126 of .*, got scale = 64",
-  ),
-  (
-    megatron_state,
-    {"min_loss_scale": 2.5e6},  # no power of two
-    r"minimum 2500000 and the maximum 2\*\*126",
-  ),
-  (megatron_state, {"loss_scale": 64}, "unknown key 'scale'.*Known keys: none"),
-  (
-    interop.from_apex,
-    {"loss_scaler0": samples.AMP, "loss_scaler1": samples.AMP},
-    "2 losses. Choose one with loss_id",
-  ),
-  (
-    lambda v: interop.from_apex(v, loss_id=1),
-    {"loss_scaler0": samples.AMP},
-    "must hold loss_scaler1",
-  ),
-  (
-    interop.from_keras,
-    {"class_name": "Adam", "config": {"learning_rate": 0.1}},
-    "unknown key 'learning_rate'",
-  ),
-  (interop.from_keras, {}, "must hold initial_loss_s"),
-  (
-    interop.from_keras,
-    {"class_name": "LossScaleOptimizer"},
-    "unknown key 'class_name'",
-  ),
-  (interop.from_keras, "static", "'dynamic'.*'static'"),
-  (
-    lambda v: interop.from_keras(128, v),
-    samples.TF_VARIABLES,
-    "Known keys: none",
-  ),
-]
+def from_nemo(changes, hysteresis=None):
+  values = {**samples.TORCH, **changes}
+  return interop.from_torch(values, hysteresis=hysteresis)
 
 
-@pytest.mark.parametrize("call, given, message", REFUSED_WHOLE)
+MEGATRON_STATE, FP16 = samples.MEGATRON_STATE, samples.FP16
+ADAM = {"class_name": "Adam", "config": {"learning_rate": 0.1}}
+AMP_OF_TWO = {"loss_scaler0": samples.AMP, "loss_scaler1": samples.AMP}
+# For each call, its arguments and what the error says.
+VALUE_ERRORS = {
+  interop.from_megatron: [
+    (
+      ({"min_loss_scale": 2.0**21}, MEGATRON_STATE),
+      r"minimum 2\*\*21 and the maximum 2\*\*126 of .*, got scale = 64",
+    ),
+    (  # no power of two
+      ({"min_loss_scale": 2.5e6}, MEGATRON_STATE),
+      r"minimum 2500000 and the maximum 2\*\*126",
+    ),
+    (
+      ({"loss_scale": 64}, MEGATRON_STATE),
+      "unknown key 'scale'.*Known keys: none",
+    ),
+  ],
+  interop.from_apex: [
+    ((AMP_OF_TWO,), "2 losses. Choose one with loss_id"),
+  ],
+  functools.partial(interop.from_apex, loss_id=1): [
+    (({"loss_scaler0": samples.AMP},), "must hold loss_scaler1"),
+  ],
+  interop.from_keras: [
+    ((ADAM,), "unknown key 'learning_rate'"),
+    (({},), "must hold initial_loss_s"),
+    (({"class_name": "LossScaleOptimizer"},), "unknown key 'class_name'"),
+    ((128, samples.TF_VARIABLES), "Known keys: none"),
+    *(
+      (
+        ({"optimizer": optimizer, "loss": "mse"},),
+        "optimizer in the compile configuration must be .*[Aa]dam|missing",
+      )
+      for optimizer in ("adam", None, ADAM)
+    ),
+  ],
+  interop.from_deepspeed: [
+    *(
+      (
+        (FP16, {**samples.DEEPSPEED, key: value}),
+        f"{key}.*as in the fp16 block",
+      )
+      for key, value in {
+        "scale_window": 21,
+        "min_scale": 2,
+        "delayed_shift": 1,
+        "consecutive_hysteresis": True,
+        "scale_factor": 4.0,
+      }.items()
+    ),
+    *(
+      ((block, state), message)
+      for block in ({"loss_scale": 8}, {"enabled": False})
+      for state, message in (
+        ({}, "must hold cur_scale"),
+        (
+          {"cur_scale": 64.0},
+          "cur_scale in .* must be [18].0, as in the fp16",
+        ),
+        (samples.DEEPSPEED, "unknown key 'cur_iter' in state of a fixed scale"),
+        ({"scale": 8.0}, "unknown key 'scale'"),
+      )
+    ),
+    (
+      ({}, {**samples.DEEPSPEED, "dynamic": False}),
+      "dynamic in state.* must be True, as .*got False",
+    ),
+    (
+      ({"loss_scale": 8}, {"cur_scale": 8.0, "dynamic": True}),
+      "dynamic in state.* must be False, as .*got True",
+    ),
+    *(
+      ((FP16, None, version), "from_deepspeed: version")
+      for version in ("", "new", "17", "0.x", "0." + "9" * 10**6, "-1.0")
+    ),
+    (
+      ({"train_batch_size": 8, "fp16": FP16},),
+      r"from_deepspeed: .* must be .*Pass config\['fp16'\]",
+    ),
+  ],
+  from_nemo: [
+    (
+      ({"_hysteresis_tracker": 1},),
+      "from_torch: .*settings of NeMo .* hysteresis is missi",
+    ),
+    (({}, 2), "from_torch: .*must hold .* _hysteresis_tracker is missing"),
+    (({"_hysteresis_tracker": 3}, 2), "from_torch: .*at most .* 2, got 3"),
+    (({"_hysteresis_tracker": 1}, 0), "from_torch: .*hysteresis in .* integer"),
+  ],
+}
+TYPE_ERRORS = {
+  interop.from_keras: [
+    (("static",), "'dynamic'.*'static'"),
+    (
+      (make_object("get_config"),),
+      r"from_keras: .* must be .*Pass optimizer\.get_config\(\)",
+    ),
+  ],
+  interop.from_torch: [
+    (
+      (make_object("state_dict"),),
+      r"from_torch: .* must be .*Pass scaler\.state_dict\(\)",
+    )
+  ],
+  interop.from_megatron: [
+    (
+      ({"loss_scale": 8}, state),
+      "from_megatron: state_dict of a fixed scale must be a dict",
+    )
+    for state in (0, False, "", [], np.zeros(2), np.ones(3), 1.5)
+  ],
+  interop.from_deepspeed: [
+    *(
+      (({"loss_scale": 8}, state), "state of a fixed scale must be")
+      for state in (0, [8.0], "8")
+    ),
+    *(
+      ((FP16, None, version), "from_deepspeed: version")
+      for version in (0.17, None, (0, 17, 3))
+    ),
+    *(
+      (
+        ({**FP16, key: "auto"},),
+        f"{key} in fp16 must be resolved first, got 'auto'",
+      )
+      for key in ("enabled", "loss_scale", "hysteresis")
+    ),
+  ],
+}
+
+
+@pytest.mark.parametrize(
+  "error, call, args, message",
+  [
+    (error, call, *row)
+    for error, calls in (
+      (ValueError, VALUE_ERRORS),
+      (TypeError, TYPE_ERRORS),
+    )
+    for call, rows in calls.items()
+    for row in rows
+  ],
+)
 def test_objects_that_the_other_system_would_not_write_are_refused(
-  call, given, message
+  error, call, args, message
 ):
-  with pytest.raises((ValueError, TypeError), match=message):
-    call(given)
-
-
-@pytest.mark.parametrize(
-  "key, value",
-  [
-    ("scale_window", 21),
-    ("min_scale", 2),
-    ("delayed_shift", 1),
-    ("consecutive_hysteresis", True),
-    ("scale_factor", 4.0),
-  ],
-)
-def test_a_deepspeed_scaler_must_agree_with_its_block(key, value):
-  with pytest.raises(ValueError, match=f"{key}.*as in the fp16 block"):
-    interop.from_deepspeed(samples.FP16, {**samples.DEEPSPEED, key: value})
-
-
-@pytest.mark.parametrize(
-  "state", [0, False, "", [], np.zeros(2), np.ones(3), 1.5], ids=repr
-)
-def test_a_state_of_a_fixed_megatron_scale_is_a_dict_or_none(state):
-  message = "from_megatron: state_dict of a fixed scale must be a dict"
-  with pytest.raises(TypeError, match=message):
-    interop.from_megatron({"loss_scale": 8}, state)
-  for empty in ({}, None):
-    interop.from_megatron({"loss_scale": 8}, empty)
-
-
-@pytest.mark.parametrize(
-  "optimizer",
-  ["adam", None, {"class_name": "Adam", "config": {"learning_rate": 0.1}}],
-  ids=str,
-)
-def test_a_compiled_optimizer_that_does_not_scale_is_named(optimizer):
-  message = "optimizer in the compile configuration must be .*[Aa]dam|missing"
-  with pytest.raises(ValueError, match=message):
-    interop.from_keras({"optimizer": optimizer, "loss": "mse"})
-
-
-@pytest.mark.parametrize(
-  "state, more, message",
-  [
-    ({"_hysteresis_tracker": 1}, {}, "settings of NeMo .* hysteresis is missi"),
-    ({}, {"hysteresis": 2}, "must hold .* _hysteresis_tracker is missing"),
-    ({"_hysteresis_tracker": 3}, {"hysteresis": 2}, "at most .* 2, got 3"),
-    ({"_hysteresis_tracker": 1}, {"hysteresis": 0}, "hysteresis in .* integer"),
-  ],
-)
-def test_a_nemo_scaler_needs_its_tracker_and_its_setting(state, more, message):
-  with pytest.raises(ValueError, match=f"from_torch: .*{message}"):
-    interop.from_torch({**samples.TORCH, **state}, **more)
-
-
-@pytest.mark.parametrize("block", [{"loss_scale": 8}, {"enabled": False}])
-@pytest.mark.parametrize(
-  "state, message",
-  [
-    ({}, "must hold cur_scale"),
-    ({"cur_scale": 64.0}, "cur_scale in .* must be [18].0, as in the fp16"),
-    (samples.DEEPSPEED, "unknown key 'cur_iter' in state of a fixed scale"),
-    ({"scale": 8.0}, "unknown key 'scale'"),
-  ],
-  ids=repr,
-)
-def test_a_state_that_is_not_of_a_fixed_deepspeed_scale_is_refused(
-  block, state, message
-):
-  with pytest.raises(ValueError, match=message):
-    interop.from_deepspeed(block, state)
-
-
-def test_the_state_of_a_dynamic_scale_is_not_that_of_a_fixed_one():
-  kinds = [({"loss_scale": 1024}, True), ({}, False)]
-  for block, dynamic in kinds:
-    state = {**samples.DEEPSPEED, "dynamic": dynamic}
-    if block:
-      state = {"cur_scale": 1024.0, "dynamic": dynamic}
-    message = f"dynamic in state.* must be {not dynamic}, as .*got {dynamic}"
-    with pytest.raises(ValueError, match=message):
-      interop.from_deepspeed(block, state)
-  for state in (0, [8.0], "8"):
-    with pytest.raises(TypeError, match="state of a fixed scale must be"):
-      interop.from_deepspeed({"loss_scale": 8}, state)
-
-
-def test_an_invalid_version_raises_an_error():
-  for version in ("", "new", "17", "0.x", "0." + "9" * 10**6, "-1.0"):
-    with pytest.raises(ValueError, match="from_deepspeed: version"):
-      interop.from_deepspeed(samples.FP16, version=version)
-  for version in (0.17, None, (0, 17, 3)):
-    with pytest.raises(TypeError, match="from_deepspeed: version"):
-      interop.from_deepspeed(samples.FP16, version=version)
+  with pytest.raises(error, match=message):
+    call(*args)
 
 
 DEEPSPEED, FAIRSEQ = interop.DeepSpeedLossScale, interop.FairseqLossScale
@@ -347,45 +363,3 @@ def test_a_hyperparameter_out_of_range_or_of_a_wrong_type_is_named(
 ):
   with pytest.raises(error, match=name):
     rule(**{"growth_interval": 10, name: value})
-
-
-@pytest.mark.parametrize("key", ["enabled", "loss_scale", "hysteresis"])
-def test_a_deepspeed_setting_of_auto_must_be_resolved_first(key):
-  message = f"{key} in fp16 must be resolved first, got 'auto'"
-  with pytest.raises(TypeError, match=message):
-    interop.from_deepspeed({**samples.FP16, key: "auto"})
-
-
-def make_object(method):
-  """An object with this method, as another library has it."""
-  return type("Scaler", (), {method: lambda self: {}})()
-
-
-@pytest.mark.parametrize(
-  "read, source, error, fix",
-  [
-    (
-      interop.from_keras,
-      make_object("get_config"),
-      TypeError,
-      r"Pass optimizer\.get_config\(\)",
-    ),
-    (
-      interop.from_torch,
-      make_object("state_dict"),
-      TypeError,
-      r"Pass scaler\.state_dict\(\)",
-    ),
-    (
-      interop.from_deepspeed,
-      {"train_batch_size": 8, "fp16": samples.FP16},
-      ValueError,
-      r"Pass config\['fp16'\]",
-    ),
-  ],
-)
-def test_the_wrong_object_of_a_library_raises_an_error_with_the_call_to_write(
-  read, source, error, fix
-):
-  with pytest.raises(error, match=rf"{read.__name__}: .* must be .*{fix}"):
-    read(source)
