@@ -10,8 +10,6 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale._jaxprs import _eqns
 
-pytestmark = pytest.mark.slow
-
 SIDE = 1024
 BYTES_OF_STATE = 12  # A parameter and the two moments of Adam, in float32.
 
@@ -50,6 +48,7 @@ def wrap_optimizer(inner=None, loss_scale="dynamic", **options):
 OPTAX_CLIP = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "bare, bare_bytes, ours",
   [
@@ -68,6 +67,7 @@ def test_a_step_reads_the_gradients_one_more_time_and_copies_no_state(
   assert aliased == pytest.approx(BYTES_OF_STATE, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 def test_unscaling_in_update_moves_no_additional_bytes(dtype, max_norm):
@@ -84,6 +84,7 @@ def test_unscaling_in_update_moves_no_additional_bytes(dtype, max_norm):
     assert scaled == pytest.approx(true, abs=0.01)
 
 
+@pytest.mark.slow
 def test_float16_gradients_are_widened_without_a_copy():
   bare, _, _ = measure_cost(optax.adam(1e-3), grad_dtype=jnp.float16)
   accessed, temporary, aliased = measure_cost(
@@ -94,6 +95,7 @@ def test_float16_gradients_are_widened_without_a_copy():
   assert aliased == pytest.approx(BYTES_OF_STATE, abs=0.01)
 
 
+@pytest.mark.slow
 def test_checking_updates_in_the_dtype_of_the_params_makes_no_copy_of_them():
   """XLA tests a cast update in the pass that makes it."""
 
@@ -111,6 +113,7 @@ def test_checking_updates_in_the_dtype_of_the_params_makes_no_copy_of_them():
   assert temporary_checked < temporary + 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grads_are_scaled", [False, True])
 def test_the_largest_gradient_is_computed_only_if_the_policy_needs_it(
   grads_are_scaled,
@@ -132,6 +135,7 @@ def compile_step(tx, count, side=64):
   return trace_step(tx, params, params).lower().compile().as_text()
 
 
+@pytest.mark.slow
 def test_code_grows_linearly_with_the_leaves():
   few, more, most, bare = (
     compile_step(tx, n).count(" = ")
@@ -151,10 +155,16 @@ def test_code_grows_linearly_with_the_leaves():
 @pytest.mark.parametrize(
   "options",
   [
-    {},
-    {"loss_scale": "headroom", "grads_are_scaled": True},
-    {"max_norm": 1.0},
-    {"check_updates": True},
+    {"loss_scale": "headroom", "max_norm": 1.0, "check_updates": True},
+    *(
+      pytest.param(options, marks=pytest.mark.slow)
+      for options in (
+        {},
+        {"loss_scale": "headroom", "grads_are_scaled": True},
+        {"max_norm": 1.0},
+        {"check_updates": True},
+      )
+    ),
   ],
   ids=str,
 )
@@ -205,6 +215,7 @@ def count_kernels(text, operation):
   return len(re.findall(rf"\[256,256\]\S* {operation}\(", text))
 
 
+@pytest.mark.slow
 def test_gradients_of_a_model_are_computed_once_and_not_in_every_kernel():
   tx = wrap_optimizer()
   ours = compile_full_step(tx, lambda s: ols.value_and_grad(float16_loss, s))
@@ -217,6 +228,7 @@ def test_gradients_of_a_model_are_computed_once_and_not_in_every_kernel():
   assert count_kernels(ours, "convert") < count_kernels(bare, "convert")
 
 
+@pytest.mark.slow
 def test_no_operation_is_in_a_branch_so_a_skipped_step_costs_no_more():
   params = make_leaves(2, side=8)
   # Before it, there is one on the platform.

@@ -180,6 +180,15 @@ def test_unscale_grads_treats_every_leaf_type_as_documented():
     assert has_same_bits(out, jnp.asarray(expected)), name
 
 
+def test_gradients_are_behind_a_barrier_under_jit_and_not_outside(monkeypatch):
+  """On CPU, XLA would compute their end in each kernel: see test_cost.py."""
+  unscale = lambda grads: ols.unscale_grads(grads, make_state(2.0))
+  grads = np.ones(2, np.float32)
+  assert "optimization_barrier" in str(jax.make_jaxpr(unscale)(grads))
+  monkeypatch.delattr(jax.lax, "platform_dependent")
+  assert unscale(grads).tolist() == [0.5, 0.5]
+
+
 def test_scale_loss_keeps_or_widens_the_type_of_every_leaf():
   scale = 2.0**17  # beyond float16
   some_others = {k: NON_FLOATS[k] for k in ("int", "none")}
