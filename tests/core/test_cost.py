@@ -113,6 +113,14 @@ def test_checking_updates_in_the_dtype_of_the_params_makes_no_copy_of_them():
   assert temporary_checked < temporary + 0.1
 
 
+@pytest.mark.parametrize("loss_scale", [8.0, "dynamic", "headroom"])
+def test_the_largest_gradient_is_traced_only_if_the_policy_needs_it(loss_scale):
+  params = make_leaves(side=4)
+  tx = wrap_optimizer(optax.sgd(0.1), loss_scale)
+  jaxpr = str(trace_step(tx, params, params).jaxpr)
+  assert ("reduce_max" in jaxpr) == (loss_scale == "headroom")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("grads_are_scaled", [False, True])
 def test_the_largest_gradient_is_computed_only_if_the_policy_needs_it(
