@@ -159,14 +159,8 @@ def test_policies_reproduce_each_recorded_trajectory(group):
   name, number = group
   system = SYSTEMS[name]
   for case in load_cases(name)[number]:
-    policy, state = system.start(case["settings"])
-    ours = interop_replay.replay(policy, state, encoding.unpack(case["steps"]))
-    counts = system.counts(
-      encoding.decode_counters(case["counter"]), case["settings"]
-    )
-    interop_replay.assert_same_trajectory(
-      case, counts, ours, case["name"] in LEAVES_THE_RANGE
-    )
+    settings = case["settings"]
+    check_trajectory(system, case, case, *system.start(settings), first=0)
 
 
 @pytest.mark.parametrize("group", mark_slow_params(QUICK, GROUPS), ids=str)
@@ -174,25 +168,30 @@ def test_policies_continue_from_a_saved_state_like_the_other_system(group):
   name, number = group
   system = SYSTEMS[name]
   for case in load_cases(name)[number]:
-    half, steps = case["half"], encoding.unpack(case["steps"])
-    scales = encoding.decode_runs(case["scale"])
+    half, scales = case["half"], encoding.decode_runs(case["scale"])
     before = encoding.decode_scale(scales[half - 1]) if half else 1.0
-    if not interop_replay.is_in_range(before):
-      continue  # Refused, see test_errors.py.
-    theirs = case.get("restored") or {
-      "scale": scales[half:],
-      "taken": encoding.unpack(case["taken"])[half:],
-    }
-    counts = encoding.decode_counters(
-      theirs.get("counter") or encoding.decode_runs(case["counter"])
-    )
-    counts = counts if "restored" in case else counts[half:]
-    counts = system.counts(counts, case["settings"])
-    policy, state = system.resume(case["settings"], case["saved"])
-    ours = interop_replay.replay(policy, state, steps[half:])
-    interop_replay.assert_same_trajectory(
-      theirs, counts, ours, case["name"] in LEAVES_THE_RANGE
-    )
+    if interop_replay.is_in_range(before):  # or refused: see test_errors.py
+      resumed = system.resume(case["settings"], case["saved"])
+      theirs = case.get("restored", case)
+      check_trajectory(system, case, theirs, *resumed, first=half)
+
+
+def check_trajectory(system, case, theirs, policy, state, *, first):
+  """Compare the steps of a case from `first` on with what was recorded."""
+  # A run that differs after it was restored is recorded from there alone.
+  skipped = first if theirs is case else 0
+  counts = encoding.decode_counters(theirs["counter"])[skipped:]
+  expected = {
+    "scale": encoding.decode_runs(theirs["scale"])[skipped:],
+    "taken": encoding.unpack(theirs["taken"])[skipped:],
+  }
+  steps = encoding.unpack(case["steps"])[first:]
+  interop_replay.assert_same_trajectory(
+    expected,
+    system.counts(counts, case["settings"]),
+    interop_replay.replay(policy, state, steps),
+    case["name"] in LEAVES_THE_RANGE,
+  )
 
 
 @pytest.mark.parametrize("file", sorted({x.file for x in SYSTEMS.values()}))
