@@ -39,14 +39,15 @@ REMEMBERING = {
 }
 ALL = FORGETFUL | REMEMBERING
 QUICK = "dynamic, hysteresis", "headroom"
-each_remembering = pytest.mark.parametrize(
-  "policy",
-  mark_slow_params([ALL[x] for x in QUICK], REMEMBERING.values()),
-  ids=REMEMBERING,
-)
-each_policy = pytest.mark.parametrize(
-  "policy", mark_slow_params([ALL[x] for x in QUICK], ALL.values()), ids=ALL
-)
+
+
+def parametrize(policies, quick=QUICK):
+  values = mark_slow_params([ALL[x] for x in quick], policies.values())
+  return pytest.mark.parametrize("policy", values, ids=policies)
+
+
+each_remembering, each_policy = parametrize(REMEMBERING), parametrize(ALL)
+one_and_each_slow = parametrize(ALL, quick=["headroom"])
 
 
 def test_the_defaults_match_the_documentation():
@@ -106,7 +107,7 @@ def test_eager_jitted_and_numpy_states_are_equal(policy):
   assert has_same_bits(got, expected)
 
 
-@each_policy
+@one_and_each_slow
 def test_scanned_under_vmap_each_member_has_its_own_state(policy):
   @jax.jit
   @jax.vmap
@@ -141,7 +142,7 @@ def test_types_are_strong_and_32_bits_wide_in_every_mode(policy, x64):
   assert dtypes <= {"float32", "int32", "bool"}
 
 
-@each_policy
+@one_and_each_slow
 def test_a_fresh_state_can_be_donated_twice(policy):
   donating = jax.jit(functools.partial(adjust, policy), donate_argnums=0)
   for _ in range(2):
@@ -187,7 +188,7 @@ def test_counters_saturate(policy):
     assert all(x >= 0 for x in counters)
 
 
-@each_policy
+@one_and_each_slow
 def test_the_wrapper_takes_it_as_its_policy(policy):
   tx = ols.with_loss_scaling(optax.sgd(1.0), policy)
   params = {"w": np.zeros((), np.float32)}
@@ -291,7 +292,7 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize(
-  "kind", mark_slow_params(["hysteresis", ols.HeadroomLossScale], ARRAYS)
+  "kind", mark_slow_params([ols.HeadroomLossScale], ARRAYS)
 )
 @pytest.mark.parametrize("as_array", [jnp.asarray, np.asarray])
 def test_hyperparameters_may_be_arrays_and_no_step_deletes_them(kind, as_array):

@@ -88,7 +88,7 @@ def test_the_maximum_lies_within_the_binade_under_the_target():
   low = 2.0**-110
   policy = ols.HeadroomLossScale(init_scale=low, min_scale=low)
   mantissas = np.float32([[1.0], [1 + 2**-23], [1.999], [2 - 2**-10], [1.9995]])
-  amaxes = np.ldexp(mantissas, np.arange(-100, 100)).ravel()
+  amaxes = np.ldexp(mantissas, np.arange(-100, 100, 7)).ravel()
   run_one = functools.partial(run_steps, policy, np.ones(40, bool))
   run_all = jax.jit(jax.vmap(run_one))
   scales = run_all(np.tile(amaxes[:, None], 40)).loss_scale[:, -1]
@@ -97,7 +97,7 @@ def test_the_maximum_lies_within_the_binade_under_the_target():
   assert (scaled > TOP / 32).all()
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(
   rises=st.lists(
     st.just(4.0) | st.floats(-30, 4), min_size=STEPS, max_size=STEPS
@@ -233,6 +233,7 @@ def test_a_failed_increase_of_any_size_is_reverted():
     assert scales[-1] == 15 + [0, 1, 3][rises - 1]
 
 
+@pytest.mark.slow
 def test_intermediate_values_do_not_keep_the_scale_low_as_gradients_shrink():
   # The gradients fall by 10 binades, and what overflowed with them.
   for on_the_way in (6, 12, 18):
@@ -258,7 +259,8 @@ def test_a_burst_of_nans_leaves_the_scale_within_a_binade():
 MEANS = {2: 29, 3: 26, 5: 20, 100: 20, 500: 20, 2000: 20, 4000: 20}
 
 
-@pytest.mark.parametrize("every", mark_slow_params([2, 500], MEANS))
+@pytest.mark.slow
+@pytest.mark.parametrize("every", MEANS)
 def test_repeated_nans_keep_the_scale_as_low_as_the_docs_say(every):
   run = np.where(np.arange(40_000) % every == every - 1, np.nan, -14.0)
   (log2_scale,), _, _ = simulation.simulate_runs(POLICY, run[None])
@@ -346,7 +348,8 @@ def test_failed_searches_become_rare_until_consecutive_gradients_arrive():
 # The headroom rule compared with the dynamic rule.
 
 
-@pytest.mark.parametrize("divided_by", mark_slow_params([4, 12], range(4, 13)))
+@pytest.mark.slow
+@pytest.mark.parametrize("divided_by", range(4, 13))
 def test_gradients_that_were_divided_later_cost_few_steps(divided_by):
   calm, _ = simulation.make_calm(np.random.default_rng(0), 400)
   _, finite, _ = simulation.simulate_runs(POLICY, calm + 9.5, divided_by)
