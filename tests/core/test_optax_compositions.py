@@ -135,6 +135,7 @@ def test_lookahead_keeps_fast_and_slow_params_through_an_overflow():
 # Transforms outside of the scaler, and why they belong inside.
 
 
+@pytest.mark.slow
 def test_weight_decay_after_the_scaler_acts_on_a_skipped_step():
   decay = optax.add_decayed_weights(-0.1)
   behind = optax.chain(ols.with_loss_scaling(optax.sgd(0.1)), decay)
@@ -232,6 +233,7 @@ def run_filtered(tx, name):
   return jax.lax.scan(step, start, REJECTED)[0]
 
 
+@pytest.mark.slow
 def test_an_inner_filter_that_rejects_each_tenth_step_keeps_the_scale():
   tx = ols.with_loss_scaling(add_filter(optax.adam(0.01)))
   params, state = run_filtered(tx, "is_wanted")
@@ -254,6 +256,7 @@ def test_an_inner_filter_that_rejects_each_tenth_step_keeps_the_scale():
   )
 
 
+@pytest.mark.slow
 def test_the_same_filter_given_as_grads_finite_takes_the_scale_to_its_floor():
   """It is evidence of an overflow, and not a condition."""
   tx = ols.with_loss_scaling(optax.adam(0.01))
@@ -262,6 +265,7 @@ def test_the_same_filter_given_as_grads_finite_takes_the_scale_to_its_floor():
   assert (scale_state.loss_scale, scale_state.total_notfinite) == (1, 20)
 
 
+@pytest.mark.slow
 def test_a_filter_inside_does_not_hide_an_overflow():
   tx = ols.with_loss_scaling(add_filter(optax.adam(0.01)))
   params = init_params()
@@ -304,7 +308,8 @@ def test_a_scan_equals_a_loop_through_growth_and_overflow():
   np.testing.assert_array_equal(np.isfinite(losses), np.arange(8) != 4)
 
 
-@pytest.mark.parametrize("overflowing_loss", mark_slow_params([1], [0, 1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("overflowing_loss", [0, 1])
 def test_two_scales_with_one_optimizer_make_one_decision(overflowing_loss):
   tx = ols.with_loss_scaling(optax.sgd(0.5), 1.0)  # it skips, and scales not
   policy = ols.DynamicLossScale()
@@ -355,6 +360,7 @@ def test_the_message_for_a_monitor_inside_says_how_to_use_it(jitted):
     update(w, tx.init(w), w)
 
 
+@pytest.mark.slow
 @has_monitor
 def test_a_monitor_around_and_a_snapshot_inside_measure_the_true_gradients():
   norm = optax.tree.norm
