@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale.diagnostics._comparison import _matmul_table
+from optax_lossscale.diagnostics._comparison import _layers
 
 X = normal(4, 8, seed=1)
 
@@ -147,11 +147,11 @@ def assert_names_select(nests):
   except (NotImplementedError, TypeError, ValueError):
     return False  # JAX cannot do it without us.
   grad = lambda **kwargs: jax.grad(ols.autocast(loss, **kwargs))
-  rows = _matmul_table.MatmulTable(jax.make_jaxpr(grad())(params, X))
+  table = _layers.LayerTable(jax.make_jaxpr(grad())(params, X))
   names = {
-    (row.names.param_path, name)
-    for row, name in zip(rows.sites, rows.names, strict=True)
-    if row.names.param_path
+    (layer.location.param_path, layer.name)
+    for layer in table.layers
+    if layer.location.param_path
   }
   # Each weight has one name, which no other weight has.
   assert sorted(path for path, _ in names) == sorted(kept_together), names
@@ -269,10 +269,11 @@ def test_keeping_a_name_removes_only_its_rows(seeds):
 
     def rows_of(loss=loss, **kwargs):
       grad = jax.grad(ols.autocast(loss, **kwargs))
-      rows = _matmul_table.MatmulTable(
-        jax.make_jaxpr(grad)(PARAMS, normal(8, 8, seed=9))
-      )
-      return dict(zip(rows.sites, rows.names, strict=True))
+      jaxpr = jax.make_jaxpr(grad)(PARAMS, normal(8, 8, seed=9))
+      return {
+        (x.location.names, x.location.is_backward): x.name
+        for x in _layers.LayerTable(jaxpr).layers
+      }
 
     before = rows_of()
     for name in set(before.values()):

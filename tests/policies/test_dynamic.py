@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import optax_lossscale as ols

@@ -1,11 +1,11 @@
-"""Measure which matmuls lose the precision of gradients, by running them.
+"""Measure which layers lose the precision of gradients, by running them.
 
-* ``_compare_precision`` is the public function, and makes the report.
-* ``_runs`` decides which programs to compile, and runs them.
-* ``_program`` has the programs: as trained, in float32, and with a flag and
-  statistics for each matmul. ``_matmul_table`` lists the matmuls, and
-  ``_site_stats`` measures them.
-* ``_output_errors`` compares the outputs of two runs.
-* ``_outliers`` searches for the layers with the largest errors.
+* ``_compare_precision`` is the public function, and decides what to run.
+* ``_program`` has the programs: in float32, and with a flag and statistics for
+  each layer. ``_float32_eqns`` evaluates an equation in float32, ``_layers``
+  lists the layers, and ``_layer_stats`` measures them.
+* ``_runs`` runs the programs, and ``_output_errors`` compares their outputs.
+* ``_measured_layers`` measures all layers, or searches for the worst ones with
+  ``_outliers``.
 * ``_report`` is the report.
 """

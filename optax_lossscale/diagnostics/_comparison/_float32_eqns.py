@@ -72,7 +72,9 @@ def is_rounding(eqn: core.JaxprEqn) -> bool:
   An equation that only moves half-precision numbers does not.
   """
   name = eqn.primitive.name
-  if not any(is_half(v.aval) for v in eqn.outvars) or name in _EXACT:
+  # JAX allocates an array by "empty", or "empty2".
+  is_exact = name in _EXACT or name.startswith("empty")
+  if is_exact or not any(is_half(v.aval) for v in eqn.outvars):
     return _primitives.is_matmul(eqn) and has_half(eqn)
   if name == "convert_element_type":
     return not _is_exact_cast(eqn.invars[0].aval, eqn.outvars[0].aval)
