@@ -1,6 +1,7 @@
 """Check by values that a step applies the updates that ``update`` returns."""
 
 from collections.abc import Iterator, Sequence
+import functools
 import itertools
 import re
 from typing import Any, NamedTuple
@@ -158,20 +159,16 @@ def _match_params(
     for output, x in outputs
     if output.kind in _scale_dependence.RETURNED_KINDS
   ]
+  index_by_length = functools.cache(
+    lambda length: [_index_leaves(x, length) for x in (arguments, results)]
+  )
   for output, update in outputs:
     if output.kind != "new_updates":
       continue
     keys = _split_name(output.name.removeprefix(f"[{output.group}]/"))
     matches = [
-      [
-        (path[: len(path) - len(keys)], x, depends)
-        for path, x, depends in leaves
-        if path[len(path) - len(keys) :] == keys
-        and x.shape == update.shape
-        and _arrays.is_inexact(x)
-        and "inner_state" not in path
-      ]
-      for leaves in (arguments, results)
+      index.get((keys, update.shape), ())
+      for index in index_by_length(len(keys))
     ]
     for (param_tree, param, _), (
       result_tree,
@@ -181,6 +178,27 @@ def _match_params(
       yield _UpdatedParam(
         (param_tree, result_tree), output.name, depends, param, update, result
       )
+
+
+def _index_leaves(
+  leaves: Sequence[tuple[tuple[str, ...], Any, bool]], length: int
+) -> dict[Any, list[Any]]:
+  """Group float arrays by their shapes and the last keys of their paths.
+
+  Args:
+    leaves: for each array its path, itself, and whether it depends on updates.
+    length: the number of keys.
+
+  Returns:
+    For each key of a group the leaves, with the other keys of their paths.
+  """
+  index: dict[Any, list[Any]] = {}
+  for path, x, depends in leaves:
+    if _arrays.is_inexact(x) and "inner_state" not in path:
+      split = max(len(path) - length, 0)
+      key = path[split:], x.shape
+      index.setdefault(key, []).append((path[:split], x, depends))
+  return index
 
 
 def _split_name(name: str) -> tuple[str, ...]:
