@@ -288,9 +288,7 @@ def _find_numeric_problems(
   if search.origin is not None:
     return problems
   return problems or list(
-    _numeric_problems.find_zero_grad_problems(
-      traced, search.outs, search.run_step, report, loss_scale
-    )
+    _numeric_problems.find_zero_grad_problems(traced, search.outs, report)
   )
 
 

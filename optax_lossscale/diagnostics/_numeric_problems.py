@@ -4,7 +4,7 @@ Each function takes results, and returns problems with a cause and a fix, the
 most important first.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 import math
 from typing import Any, NamedTuple
 
@@ -24,8 +24,6 @@ from optax_lossscale.diagnostics._comparison import (
 )
 from optax_lossscale.diagnostics._overflow import _report as _overflow_report
 
-# If all gradients are zero, the loss scale is raised by these powers of two.
-_LOG2_INCREASES = (4, 8, 12, 16, 20, 24)
 # If no layer alone explains an error, so many are listed.
 _MAX_LAYERS = 3
 
@@ -136,12 +134,9 @@ def _explain_large_error(
   report: _comparison_report.PrecisionComparison,
 ) -> _problem.Problem:
   """Return the problem of an error that no layer causes alone."""
-  worst_name = [*report.inaccurate_arrays, ""][0]
   details = f"relative error {report.error:.2g}"
-  if worst_name:
-    details += (
-      f", largest in {worst_name}: {report.array_errors[worst_name]:.2g}"
-    )
+  for name in report.inaccurate_arrays[:1]:
+    details += f", largest in {name}: {report.array_errors[name]:.2g}"
   names = list(dict.fromkeys(row.name for row in report.layers))[:_MAX_LAYERS]
   layers = ", ".join(
     f"{name} ({report.get_row(name).isolated_error:.2g})" for name in names
@@ -204,8 +199,6 @@ def _as_problem(origin: _overflow_report.Overflow) -> _problem.Problem:
 def _describe_origin(origin: _overflow_report.Overflow) -> str:
   """Return which operation returned an inf or a NaN, and where."""
   location = origin.name or origin.source_line or origin.eqn_path
-  if origin.primitive == "constant":
-    return f"A constant in {location} is {origin.kind} in {origin.dtype}"
   return (
     f"{origin.primitive} in {location} returns {origin.kind}"
     f" {origin.format_stage()}"
@@ -215,18 +208,14 @@ def _describe_origin(origin: _overflow_report.Overflow) -> str:
 def find_zero_grad_problems(
   traced: _tracing.TracedFunction,
   outs: Sequence[Any],
-  run_step: Callable[[list[Any]], Sequence[Any]],
   report: _comparison_report.PrecisionComparison | None,
-  loss_scale: LossScale,
 ) -> Iterator[_problem.Problem]:
   """Yield a problem for each `update` whose gradients are all zero.
 
   Args:
     traced: the step.
     outs: its outputs.
-    run_step: a function from the inputs of the step to its outputs.
     report: the comparison with float32, or None.
-    loss_scale: the loss scale.
   """
   for grads, subject in _list_zero_grads(traced, outs):
     if all(grad.is_constant for grad in grads):
@@ -237,22 +226,16 @@ def find_zero_grad_problems(
         " integers between the parameters and the loss.",
       )
       continue
-    log2_increase = _find_log2_increase(traced, run_step, grads)
-    if log2_increase is not None:
-      yield _suggest_rescale(
-        f"{subject} are zero, because they underflow", log2_increase, loss_scale
-      )
-    else:
-      is_zero_in_float32 = report is not None and report.reference_is_zero
-      in_float32 = ", in float32 too" if is_zero_in_float32 else ""
-      yield _problem.Problem(
-        f"{subject} are zero{in_float32}.",
-        "This is fine if it is meant, such as a loss that begins later, or an"
-        " accumulator in front of update. Otherwise check a batch that has"
-        " gradients. If no batch has any, look for a masked loss, a dead layer,"
-        " a factor of zero, or a constant that is inf in float16, such as a"
-        " count in a divisor.",
-      )
+    is_zero_in_float32 = report is not None and report.reference_is_zero
+    in_float32 = ", in float32 too" if is_zero_in_float32 else ""
+    yield _problem.Problem(
+      f"{subject} are zero{in_float32}.",
+      "This is fine if it is meant, such as a loss that begins later, or an"
+      " accumulator in front of update. Otherwise check a batch that has"
+      " gradients. If no batch has any, look for a masked loss, a dead layer,"
+      " a factor of zero, or a constant that is inf in float16, such as a"
+      " count in a divisor.",
+    )
 
 
 def _list_zero_grads(
@@ -273,28 +256,3 @@ def _list_zero_grads(
       if len(applied_flags) > 1:
         subject = f"All gradients of update [{i}]"
       yield [output for output, _ in pairs], subject
-
-
-def _find_log2_increase(
-  traced: _tracing.TracedFunction,
-  run_step: Callable[[list[Any]], Sequence[Any]],
-  grads: Sequence[_scale_dependence.Output],
-) -> int | None:
-  """Return log2 of a factor on the loss scale that makes gradients nonzero.
-
-  None if there is none, or it cannot be measured.
-  """
-  if not traced.scale_indices:
-    return None
-  for log2_increase in _LOG2_INCREASES:
-    outs = run_step(traced.scale_inputs(2.0**log2_increase))
-    values = [
-      x
-      for output, x in zip(traced.outputs, outs, strict=True)
-      if output in grads
-    ]
-    if not _array_tests.all_finite(values):
-      return None
-    if _array_tests.is_any_nonzero(values):
-      return log2_increase
-  return None

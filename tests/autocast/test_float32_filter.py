@@ -291,7 +291,7 @@ def test_the_error_names_lines_of_all_callers():
 
 def test_a_location_has_the_nearest_line_that_others_do_not_share():
   cast = jax.grad(ols.autocast(loss(with_a_helper(jax.jit))))
-  rows = compare_precision(cast, W, X, progress=False).matmuls
+  rows = compare_precision(cast, W, X, progress=False).layers
   lines = {
     f"{HERE}:{find_line_number(x, __file__)} ({x})" for x in ("mlp", "head")
   }
@@ -352,7 +352,7 @@ def test_a_name_of_an_inner_autocast_applies_to_it_alone(wrap):
   report = compare_precision(
     jax.grad(ols.autocast(loss_fn)), *args, progress=False
   )
-  names = {row.name for row in report.matmuls}
+  names = {row.name for row in report.layers}
   assert names == {"up", "down"}
   for name in "up", "u*":
     message = f"{re.escape(repr(name))} selects matmuls of an inner autocast"

@@ -151,7 +151,7 @@ def assert_names_select(nests):
   names = {
     (layer.location.param_path, layer.name)
     for layer in table.layers
-    if layer.location.param_path
+    if layer.in_autocast and layer.location.param_path
   }
   # Each weight has one name, which no other weight has.
   assert sorted(path for path, _ in names) == sorted(kept_together), names
@@ -273,6 +273,7 @@ def test_keeping_a_name_removes_only_its_rows(seeds):
       return {
         (x.location.names, x.location.is_backward): x.name
         for x in _layers.LayerTable(jaxpr).layers
+        if x.in_autocast
       }
 
     before = rows_of()

@@ -20,6 +20,7 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
 from optax_lossscale.diagnostics import _compiler_options
+from optax_lossscale.diagnostics._comparison import _float32_eqns
 
 SIZE = 16
 KEYS = jax.random.split(jax.random.key(0), 8)
@@ -468,3 +469,23 @@ def test_a_mixed_precision_model_of_keras_is_compared_with_float32():
     train_step, trainable, others, tx.init(trainable), X, progress=False
   )
   assert report.is_sound and report.comparison.dtype == "float16"
+
+
+@pytest.mark.parametrize(
+  ("old", "new", "is_rounding"),
+  [
+    (jnp.float8_e4m3fn, jnp.float16, False),
+    (jnp.float16, jnp.bfloat16, True),
+    (jnp.bfloat16, jnp.float16, True),
+    (jnp.float32, jnp.float16, True),
+    (jnp.int32, jnp.float16, True),
+    (jnp.bool_, jnp.float16, False),
+    (jnp.float16, jnp.float32, False),
+  ],
+)
+def test_a_cast_rounds_unless_the_dtype_holds_all_numbers(
+  old, new, is_rounding
+):
+  x = jax.ShapeDtypeStruct((2,), old)
+  (eqn,) = jax.make_jaxpr(lambda x: lax.convert_element_type(x, new))(x).eqns
+  assert _float32_eqns.is_rounding(eqn) is is_rounding

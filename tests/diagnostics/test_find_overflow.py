@@ -40,8 +40,10 @@ from optax_lossscale.diagnostics import (
   find_overflow,
 )
 from optax_lossscale.diagnostics._overflow import (
+  _description,
   _instrumented_program,
   _origins,
+  _regions,
 )
 
 FAULTS = faulty_models.FAULTS
@@ -249,7 +251,8 @@ def test_a_mask_of_infs_is_not_blamed_for_another_fault():
 @pytest.mark.slow
 def test_a_fault_behind_another_is_found_once_the_first_is_mended():
   def fun(x, dtype):
-    x = x.at[0, 0].set(jnp.exp(x[1, 3].astype(dtype) * 20) / 1e9)
+    large = jnp.exp(x[1, 3].astype(dtype) * 20) / 1e4
+    x = x.at[0, 0].set(large.astype(x.dtype))
     x = x * jnp.array([1, 1, 1, 6e4], x.dtype)
     return x + 0.5
 
@@ -988,3 +991,9 @@ def test_a_result_that_is_the_same_on_all_devices_remains_so():
   fun = jax.shard_map(part, mesh=mesh, **specs)
   x = jnp.ones((8, 4), X.dtype)
   assert get_names(find_overflow(fun, x[:2], x)) == ["square"]
+
+
+def test_the_output_of_a_jaxpr_is_located_at_its_equation():
+  jaxpr = jax.make_jaxpr(lambda x: jnp.sin(x) + 1)(1.0).jaxpr
+  eqn = _description._get_eqn(jaxpr, (2, _regions.OUTPUT))
+  assert eqn.primitive.name == "add"

@@ -179,15 +179,6 @@ def inverse_of_a_square(params, batch):
 
 
 @in_half
-def kernel_of_a_matmul(params, batch):
-  out = 300 * (batch @ params["w"])
-  distances = jnp.abs(out) @ jnp.abs(out).T
-  return jnp.mean(
-    jnp.exp(-distances * F16(1e-4)).astype(jnp.float32)
-  ) + jnp.sum(out).astype(jnp.float32)
-
-
-@in_half
 def in_a_scan(params, batch):
   def body(total, x):
     out = 300 * (x @ params["w"])
@@ -202,7 +193,6 @@ ABSORBED = {
   "norm_by_hand": norm_by_hand,
   "rms_norm": rms_norm,
   "inverse_of_a_square": inverse_of_a_square,
-  "kernel_of_a_matmul": kernel_of_a_matmul,
   "body": in_a_scan,
 }
 

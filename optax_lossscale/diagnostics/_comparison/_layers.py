@@ -79,11 +79,13 @@ class LayerTable:
       if layer.primitive == self.layers[index].primitive:
         self.layers[index].run_count += visit.num_executions
         self.layers[index].flops += layer.flops
-    names_and_lines = _provenance.make_unique_labels(
-      [(x.location.names, x.location.is_backward) for x in self.layers]
-    )
-    for layer, pair in zip(self.layers, names_and_lines, strict=True):
-      layer.name, layer.source_line = pair
+    # The names of matmuls of `autocast` select them, whatever else there is.
+    for layers in self.layers, [x for x in self.layers if x.in_autocast]:
+      names_and_lines = _provenance.make_unique_labels(
+        [(x.location.names, x.location.is_backward) for x in layers]
+      )
+      for layer, pair in zip(layers, names_and_lines, strict=True):
+        layer.name, layer.source_line = pair
 
   def group_by_name(self) -> list[list[int]]:
     """Return the indices of the layers that share a name: both passes."""
