@@ -25,6 +25,7 @@ from optax_lossscale import _grads, _paths
 # "loss": the loss that was differentiated, unscaled.
 # "new_updates": the updates of the inner optimizer, before they are cast to the
 # dtypes of the parameters.
+# "masked_updates": the updates that an `update` returns.
 # "new_scale": the loss scale that an `update` returns.
 # "new_skip_count": the `total_notfinite` that an `update` returns.
 TagKind = Literal[
@@ -38,6 +39,7 @@ TagKind = Literal[
   "applied",
   "loss",
   "new_updates",
+  "masked_updates",
   "new_scale",
   "new_skip_count",
 ]

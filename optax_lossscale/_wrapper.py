@@ -210,7 +210,9 @@ def with_loss_scaling(
           inner.update, finite, grads, inner_state, params, **extra_args
         )
     new_scale_state = policy.adjust(scale_state, finite, grads_amax=stats.amax)
-    masked_updates = _mask_updates(finite, inner_updates)
+    masked_updates = _tags.tag_tree(
+      "masked_updates", _mask_updates(finite, inner_updates)
+    )
     return masked_updates, WithLossScalingState(
       _tag_new_state(new_scale_state, finite), new_inner_state
     )

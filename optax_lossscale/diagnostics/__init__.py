@@ -10,6 +10,7 @@ from optax_lossscale.diagnostics._comparison._compare_precision import (
   compare_precision,
 )
 from optax_lossscale.diagnostics._comparison._report import PrecisionComparison
+from optax_lossscale.diagnostics._eqn_stats import Operand
 from optax_lossscale.diagnostics._gradient_report import (
   gradient_report,
   GradientReport,
@@ -20,7 +21,6 @@ from optax_lossscale.diagnostics._leaves import (
   nonfinite_leaves,
   NonfiniteLeaf,
 )
-from optax_lossscale.diagnostics._overflow._eqn_stats import Operand
 from optax_lossscale.diagnostics._overflow._find_overflow import find_overflow
 from optax_lossscale.diagnostics._overflow._report import Overflow
 from optax_lossscale.diagnostics._precision_report import (

@@ -1,21 +1,27 @@
 """Check by values that a step applies the updates that ``update`` returns."""
 
 from collections.abc import Iterator, Sequence
-import functools
 import itertools
-import re
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
-import jax
+from jax.extend import core
 import jax.numpy as jnp
 
-from optax_lossscale import _arrays
+from optax_lossscale._jaxprs import _eqns, _walk
 from optax_lossscale.diagnostics import (
   _array_tests,
-  _host_values,
+  _outputs,
   _problem,
-  _scale_dependence,
+  _scaling_mistakes,
+  _step_runs,
   _tracing,
+)
+
+NO_PARAMS = _problem.Problem(
+  "The step does not return parameters that depend on the updates, so nothing"
+  " is trained.",
+  "Return the new parameters: params = optax.apply_updates(params, updates).",
 )
 
 _LOST_UPDATES = _problem.Problem(
@@ -34,59 +40,85 @@ _UNCHANGED_PARAMS = _problem.Problem(
   "Return the new parameters: params = optax.apply_updates(params, updates).",
 )
 
-_OLD_LEAF = _problem.Problem(
-  "The step returns the old {name}, although its update is not zero: other"
-  " parameters are new.",
-  "Return the new parameters: params = optax.apply_updates(params, updates).",
-)
-_SUBTRACTED = _problem.Problem(
-  "The updates are subtracted from the parameters ({name}), so training goes"
-  " uphill.",
-  "Add them, since they have the sign of a descent already: params ="
-  " optax.apply_updates(params, updates).",
+_KEPT_BACK = (
+  "whether the parameters change: a condition keeps the old ones in this step,"
+  " although the updates are not zero. Check a step in which they change."
 )
 
-# A result is a sum if it differs from it by at most this fraction of the
-# update, as a norm.
-_MAX_DISTANCE = 0.25
 # The fraction of updates that may be lost in half precision.
 _MAX_LOST_FRACTION = 0.5
 _FLOAT32_EPS = float(jnp.finfo(jnp.float32).eps)
 
 
+def check_dependence(
+  traced: _tracing.TracedFunction, ran_indices: Sequence[int]
+) -> list[_problem.Problem] | None:
+  """Check that the results may depend on the updates of each `update`.
+
+  Args:
+    traced: the step.
+    ran_indices: the indices of the updates that ran.
+
+  Returns:
+    The mistakes; None if no result may be a new parameter.
+  """
+  outvars = traced.closed_jaxpr.jaxpr.outvars
+  pairs = [
+    (output, _eqns.get_shape(var))
+    for output, var in zip(traced.outputs, outvars, strict=True)
+  ]
+  shapes_by_update: dict[int, list[tuple[int, ...]]] = {}
+  for output, shape in pairs:
+    if output.kind == "new_updates":
+      shapes_by_update.setdefault(output.group, []).append(shape)
+  all_shapes = list(itertools.chain(*shapes_by_update.values()))
+  returned = frozenset().union(
+    *(
+      output.new_updates
+      for output, shape in pairs
+      if output.kind in ("metric", *_outputs.RETURNED_KINDS)
+      and not output.in_scale_state
+      and _may_be_param(shape, all_shapes)
+    )
+  )
+  if not returned:
+    return None if shapes_by_update else []
+  is_missing = not returned.issuperset(shapes_by_update.keys() & {*ran_indices})
+  return [NO_PARAMS] if is_missing else []
+
+
 def check_changes(
-  traced: _tracing.TracedFunction,
-  outs: Sequence[Any],
-  overflow_outs: Sequence[Any],
-  flag_pairs: Sequence[tuple[Any, Any]],
+  runs: _step_runs.StepRuns, overflow_outs: Sequence[Any]
 ) -> Iterator[_problem.Problem | str]:
   """Check that a step changes the parameters.
 
   Args:
-    traced: the step.
-    outs: the outputs of the step.
+    runs: the runs of the step.
     overflow_outs: its outputs after an overflow, with the old parameters.
-    flag_pairs: for each `update`, its flags in the step and after an overflow.
 
   Yields:
     Mistakes, and sentences on what could not be checked.
   """
-  triples = list(zip(traced.outputs, outs, overflow_outs, strict=True))
-  is_compared = [
-    (flag == 1).all() and (overflow_flag == 0).all()
-    for flag, overflow_flag in flag_pairs
-  ]
-  for i in itertools.compress(range(len(flag_pairs)), is_compared):
+  traced = runs.traced
+  triples = list(zip(traced.outputs, runs.outs, overflow_outs, strict=True))
+  flags = _scaling_mistakes.read_applied_flags(traced, runs.outs)
+  overflow_flags = _scaling_mistakes.read_applied_flags(traced, overflow_outs)
+  for i, (flag, overflow_flag) in enumerate(
+    zip(flags, overflow_flags, strict=True)
+  ):
+    if not ((flag == 1).all() and (overflow_flag == 0).all()):
+      continue
     pairs = [
       (x, y)
       for output, x, y in triples
-      if output.kind in _scale_dependence.RETURNED_KINDS
+      if output.kind in _outputs.RETURNED_KINDS
+      and not output.in_scale_state
       and i in output.new_updates
     ]
     # A scalar may be a metric, unless the parameters are scalars.
     pairs = [(x, y) for x, y in pairs if x.size > 1] or pairs
     has_changed = _array_tests.is_any_different(pairs)
-    update_leaves = [
+    updates = [
       x
       for output, x, _ in triples
       if output.kind == "new_updates" and output.group == i
@@ -94,151 +126,37 @@ def check_changes(
     if not pairs or (has_changed and not _may_lose_updates(pairs)):
       continue
     if has_changed:
-      yield from _check_lost_fraction(pairs, update_leaves)
+      yield from _check_lost_fraction(pairs, updates)
+    elif _responds(runs, i, None):
+      yield from _explain_unchanged_params([x for x, _ in pairs], updates)
     else:
-      yield from _explain_unchanged_params([x for x, _ in pairs], update_leaves)
-
-
-def check_sums(
-  traced: _tracing.TracedFunction, outs: Sequence[Any]
-) -> list[_problem.Problem]:
-  """Look for ``p + u`` and ``p - u`` among the results.
-
-  Parameters, updates and results belong together if their paths end alike. If
-  the new value of a parameter is none of the two, such as a projection, nothing
-  is said of it.
-
-  Args:
-    traced: the step.
-    outs: its outputs.
-  """
-  triples = list(_match_params(traced, outs))
-  comparisons = _host_values.to_host(
-    [_compare_sum(x.param, x.update, x.result) for x in triples]
-  )
-  pairs = list(zip(triples, comparisons, strict=True))
-  sums = {x.trees for x, comparison in pairs if comparison.is_sum}
-  for x, comparison in pairs:
-    if comparison.is_difference and not sums:
-      return [_problem.fill_in_names(_SUBTRACTED, name=x.name)]
-    is_old = comparison.is_unchanged and not x.depends_on_update
-    if is_old and comparison.is_nonzero and x.trees in sums:
-      return [_problem.fill_in_names(_OLD_LEAF, name=x.name)]
-  return []
-
-
-class _UpdatedParam(NamedTuple):
-  """A parameter, its update, and the result that may be its next value.
-
-  Attributes:
-    trees: the names of the trees that contain the parameter and the result.
-    name: the name of the update.
-    depends_on_update: whether the result depends on updates.
-    param, update, result: the arrays.
-  """
-
-  trees: tuple[Any, Any]
-  name: str
-  depends_on_update: bool
-  param: Any
-  update: Any
-  result: Any
-
-
-def _match_params(
-  traced: _tracing.TracedFunction, outs: Sequence[Any]
-) -> Iterator[_UpdatedParam]:
-  """Yield arguments and results whose paths end like that of an update."""
-  arguments = [
-    (_split_name(name), x, False)
-    for name, x in zip(traced.input_names, traced.inputs, strict=True)
-  ]
-  outputs = list(zip(traced.outputs, outs, strict=True))
-  results = [
-    (_split_name(output.name), x, bool(output.new_updates))
-    for output, x in outputs
-    if output.kind in _scale_dependence.RETURNED_KINDS
-  ]
-  index_by_length = functools.cache(
-    lambda length: [_index_leaves(x, length) for x in (arguments, results)]
-  )
-  for output, update in outputs:
-    if output.kind != "new_updates":
-      continue
-    keys = _split_name(output.name.removeprefix(f"[{output.group}]/"))
-    matches = [
-      index.get((keys, update.shape), ())
-      for index in index_by_length(len(keys))
-    ]
-    for (param_tree, param, _), (
-      result_tree,
-      result,
-      depends,
-    ) in itertools.product(*matches):
-      yield _UpdatedParam(
-        (param_tree, result_tree), output.name, depends, param, update, result
+      yield (
+        _UNCHANGED_PARAMS if _responds(runs, i, overflow_outs) else (_KEPT_BACK)
       )
 
 
-def _index_leaves(
-  leaves: Sequence[tuple[tuple[str, ...], Any, bool]], length: int
-) -> dict[Any, list[Any]]:
-  """Group float arrays by their shapes and the last keys of their paths.
+def _responds(
+  runs: _step_runs.StepRuns, update: int, overflow_outs: Sequence[Any] | None
+) -> bool:
+  """Return whether any result changes if the updates are replaced by ones.
 
   Args:
-    leaves: for each array its path, itself, and whether it depends on updates.
-    length: the number of keys.
-
-  Returns:
-    For each key of a group the leaves, with the other keys of their paths.
+    runs: the runs of the step.
+    update: the index of the update.
+    overflow_outs: the outputs after an overflow, to ask for a step that
+      overflows; None for the step itself.
   """
-  index: dict[Any, list[Any]] = {}
-  for path, x, depends in leaves:
-    if _arrays.is_inexact(x) and "inner_state" not in path:
-      split = max(len(path) - length, 0)
-      key = path[split:], x.shape
-      index.setdefault(key, []).append((path[:split], x, depends))
-  return index
-
-
-def _split_name(name: str) -> tuple[str, ...]:
-  """Return the keys of a path: ``params['a/b'].c`` has four."""
-  keys = re.findall(r"[^\[\]'\"./]+", name)
-  # Flax NNX adds this key to the path of an array.
-  return tuple(keys[:-1] if len(keys) > 1 and keys[-1] == "value" else keys)
-
-
-class _SumComparison(NamedTuple):
-  """Whether a result is a sum or a difference; bool[] each.
-
-  Attributes:
-    is_sum: whether it is the parameter plus the update.
-    is_difference: whether it is the parameter minus the update.
-    is_unchanged: whether it is the parameter.
-    is_nonzero: whether the update changes the parameter.
-  """
-
-  is_sum: Any
-  is_difference: Any
-  is_unchanged: Any
-  is_nonzero: Any
-
-
-@jax.jit
-def _compare_sum(param: Any, update: Any, result: Any) -> _SumComparison:
-  p, u, r = (_arrays.upcast_for_reduction(x) for x in (param, update, result))
-  # Squares stay in range.
-  unit = jnp.max(jnp.abs(u), initial=0)
-  norm = lambda x: jnp.sqrt(jnp.sum(jnp.abs(x / unit) ** 2))
-  limit = _MAX_DISTANCE * norm(u)
-  # An update that is lost in the spacing of numbers shows nothing.
-  spacing = float(jnp.finfo(result.dtype).eps) * jnp.abs(p)
-  is_nonzero = (unit > 0) & (norm(spacing) < limit)
-  return _SumComparison(
-    is_sum=is_nonzero & (norm(r - p - u) <= limit),
-    is_difference=is_nonzero & (norm(r - p + u) <= limit),
-    is_unchanged=jnp.all(r == p),
-    is_nonzero=is_nonzero,
+  replaced = {_outputs.TagGroup("masked_updates", update): 1.0}
+  outs: Sequence[Any] | None
+  if overflow_outs is None:
+    before, outs = runs.outs, runs.run_replaced(replaced)
+  else:
+    before = overflow_outs
+    outs = runs.run_with_overflow(runs.traced.scale_indices, replaced)
+  return outs is not None and _array_tests.is_any_different(
+    (x, y)
+    for output, x, y in zip(runs.traced.outputs, before, outs, strict=True)
+    if output.kind in _outputs.RETURNED_KINDS and update in output.new_updates
   )
 
 
@@ -302,3 +220,46 @@ def _check_lost_fraction(
 
 def _get_eps(dtype: Any) -> float:
   return float(jnp.finfo(dtype).eps)
+
+
+def _may_be_param(
+  shape: tuple[int, ...], update_shapes: Sequence[tuple[int, ...]]
+) -> bool:
+  """Return whether a result that depends on updates may be parameters.
+
+  It may also be a metric, such as the norm of the updates, or the losses of all
+  steps of a loop.
+
+  Args:
+    shape: the shape of the result.
+    update_shapes: the shapes of the updates. Those of a loop are stacked.
+  """
+  if math.prod(shape) <= 1:
+    return max(map(math.prod, update_shapes), default=0) <= 1
+  # The number of leading axes that all updates share, and that may be stacked.
+  is_shared = lambda sizes: len(set(sizes)) == 1
+  columns = zip(*update_shapes, strict=False)
+  num_shared = len([*itertools.takewhile(is_shared, columns)])
+  is_param_shape = any(
+    shape == x[i:] for x in update_shapes for i in range(num_shared + 1)
+  )
+  # The parameters may be one array.
+  return is_param_shape or math.prod(shape) >= min(
+    map(math.prod, update_shapes), default=0
+  )
+
+
+def converts_to_integers(traced: _tracing.TracedFunction) -> bool:
+  """Return whether parameters may be quantized or rounded by their bits."""
+
+  def converts(eqn: core.JaxprEqn) -> bool:
+    is_cast = eqn.primitive.name == "convert_element_type"
+    if not is_cast and eqn.primitive.name != "bitcast_convert_type":
+      return False
+    avals: list[Any] = [eqn.invars[0].aval, eqn.outvars[0].aval]
+    old, new = (aval.dtype for aval in avals)
+    is_quantized = jnp.issubdtype(new, jnp.integer) and new.itemsize == 1
+    return jnp.issubdtype(old, jnp.inexact) and (is_quantized or not is_cast)
+
+  search = _walk.EqnSearch(converts, _eqns.subjaxprs)
+  return search.any_in_jaxpr(traced.closed_jaxpr.jaxpr)

@@ -55,6 +55,11 @@ def is_any_different(pairs: Iterable[tuple[Any, Any]]) -> bool:
   return any(bool(_is_different(x, y)) for x, y in pairs)
 
 
+def find_different_rows(x: Any, y: Any, num_axes: int) -> jax.Array:
+  """Return which rows differ: entries along the first axes; bool[rows]."""
+  return _find_different_rows(x, y, num_axes)
+
+
 def has_different_copies(x: jax.Array) -> bool:
   """Return whether devices of this process hold different copies."""
   if len(x.sharding.device_set) == 1:
@@ -102,6 +107,11 @@ def _is_nonzero(x: Any) -> jax.Array:
 @jax.jit
 def _is_different(x: Any, y: Any) -> jax.Array:
   return jnp.any(x != y)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _find_different_rows(x: Any, y: Any, num_axes: int) -> jax.Array:
+  return jnp.any(x != y, axis=tuple(range(num_axes, x.ndim)))
 
 
 @jax.jit

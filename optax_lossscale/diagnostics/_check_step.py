@@ -7,7 +7,6 @@ list of problems, each with a fix, the most important first.
 
 from collections.abc import Callable, Iterator
 import dataclasses
-import itertools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -170,10 +169,10 @@ def check_step(
         " For a gradient alone, use find_overflow and compare_precision."
       )
     results = _run_reports(traced, progress_line)
-    problems, passed = _judge_results(traced, results, progress_line)
+    problems, passed = _judge_results(results)
   limitations = [
     *results.returned.limitations,
-    *_describe_unchecked(traced, results),
+    *_describe_unchecked(results),
   ]
   return StepCheck(
     problems=tuple(problems),
@@ -205,33 +204,25 @@ def _run_reports(
   )
   search = _find_overflow.search_traced(traced, progress)
   comparison = None
-  compared, outs = traced, search.outs
+  traced, runs = search.runs.traced, search.runs
+  inputs, outs = traced.inputs, runs.outs
   if search.origin is not None and search.origin.has_zero_grads:
     # An overflow of the forward pass is seen only where the backward pass is
     # finite.
     inputs = traced.scale_inputs(search.origin.scale_factor or 1.0)
-    compared, outs = traced._replace(inputs=inputs), search.run_step(inputs)
+    outs = runs.run(inputs)
   if traced.grad_outputs:
-    mask = _compare_precision.select_outputs(traced)
-    comparison = _compare_precision.compare_traced(
-      compared.restrict_outputs(mask),
-      lambda inputs: list(itertools.compress(search.run_step(inputs), mask)),
-      list(itertools.compress(outs, mask)),
-      progress,
-      measures_all=False,
+    comparison = _compare_precision.compare_runs(
+      runs, inputs, outs, progress, measures_all=False
     )
   if comparison is None:  # Otherwise it has measured the scaling in float32.
-    search.mistakes.extend(_find_overflow.measure_scaling(traced, search))
-  returned = _returned_values.check_returned_values(
-    traced, search.run_step, search.outs
-  )
+    search.mistakes.extend(_find_overflow.measure_scaling(search))
+  returned = _returned_values.check_returned_values(runs)
   return _Results(precision, search, comparison, returned)
 
 
 def _judge_results(
-  traced: _tracing.TracedFunction,
   results: _Results,
-  progress: _progress.ProgressLine,
 ) -> tuple[list[_problem.Problem], list[str]]:
   """Return the problems of a step, and the checks that passed."""
   precision, search, comparison, returned = results
@@ -248,10 +239,10 @@ def _judge_results(
   if search.origin is None:
     mistakes.pop(_scaling_mistakes.UPDATE_NOT_RUN, None)
   problems = list(mistakes)
-  numeric_problems = _find_numeric_problems(traced, results, has_run, progress)
+  numeric_problems = _find_numeric_problems(results, has_run)
   passed: list[str] = []
   if not problems and not numeric_problems:
-    passed += _describe_sound_scaling(traced, has_run)
+    passed += _describe_sound_scaling(search, has_run)
   passed += returned.passed
   if precision.fraction and precision.total_flops:
     passed.append(
@@ -264,20 +255,16 @@ def _judge_results(
 
 
 def _find_numeric_problems(
-  traced: _tracing.TracedFunction,
-  results: _Results,
-  has_run: bool,
-  progress: _progress.ProgressLine,
+  results: _Results, has_run: bool
 ) -> list[_problem.Problem]:
   """Return the problems with overflow, lost precision and zero gradients.
 
   Args:
-    traced: the step.
     results: the results of all reports.
     has_run: whether any `update` ran.
-    progress: the progress line.
   """
   _, search, comparison, returned = results
+  traced = search.runs.traced
   report = comparison.report if comparison and has_run else None
   loss_scale = _numeric_problems.LossScale.from_step(
     traced, can_decrease=not (returned.mistakes or search.mistakes)
@@ -288,17 +275,14 @@ def _find_numeric_problems(
   if search.origin is not None:
     return problems
   return problems or list(
-    _numeric_problems.find_zero_grad_problems(traced, search.outs, report)
+    _numeric_problems.find_zero_grad_problems(search.runs, report)
   )
 
 
 def _describe_sound_scaling(
-  traced: _tracing.TracedFunction, has_run: bool
+  search: _find_overflow.SearchResult, has_run: bool
 ) -> Iterator[str]:
-  measured_mask = [
-    grad.expected_ratio is not None for grad in traced.grad_outputs
-  ]
-  if measured_mask and all(measured_mask):
+  if has_run and search.knows_scales:
     yield "the loss is scaled once, by the state that update holds"
   if has_run:
     yield "the gradients are finite"
@@ -319,22 +303,20 @@ def _describe_errors(
   yield f"{report.underflow_fraction:.1%} of the gradient entries underflow"
 
 
-def _describe_unchecked(
-  traced: _tracing.TracedFunction, results: _Results
-) -> Iterator[str]:
+def _describe_unchecked(results: _Results) -> Iterator[str]:
   precision, search, comparison, _ = results
   if (
     _scaling_mistakes.UPDATE_NOT_RUN in search.mistakes
     and search.origin is None
   ):
     yield "the gradients: update is in a branch that was not taken"
-  if any(grad.expected_ratio is None for grad in traced.grad_outputs):
+  if search.origin is not None:
+    yield "whether gradients are unscaled once, since they are not finite"
+  elif not search.knows_scales:
     yield (
       "how the loss is scaled: some gradients do not depend on a loss scale"
       " (they are arguments of the step, or scaled by a constant)"
     )
-  elif search.origin is not None:
-    yield "whether gradients are unscaled once, since they are not finite"
   if comparison is None:
     offer = ": ols.autocast(loss_fn) casts its matmuls" * precision.can_autocast
     yield f"half precision, to which this step rounds nothing{offer}"

@@ -8,15 +8,13 @@
   has an effect, as an ``io_callback`` has.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import re
 from typing import Any
 
-import jax
 from jax.extend import core
 
 from optax_lossscale._jaxprs import _eqns, _state_threading, _walk
-from optax_lossscale.diagnostics import _compiler_options
 
 _PRINT_RE = re.compile("callback|print")
 
@@ -35,7 +33,7 @@ def has_callback_with_result(jaxpr: core.Jaxpr) -> bool:
 
 
 class PrintRemover(_state_threading.StateThreader):
-  """Evaluates a program without its prints, which would appear in each run."""
+  """Evaluates a program without its prints."""
 
   def __init__(self, shared: Any = ()) -> None:
     super().__init__(shared)
@@ -66,21 +64,3 @@ class PrintRemover(_state_threading.StateThreader):
       self.eval_print(visit.eqn, inputs)
       return []
     return super().eval_eqn(visit, inputs, state)
-
-
-def compile_without_prints(
-  closed_jaxpr: _eqns.ClosedJaxpr, example_inputs: Sequence[Any]
-) -> Callable[[Sequence[Any]], list[Any]]:
-  """Return a function that runs a jaxpr without its prints.
-
-  Args:
-    closed_jaxpr: the jaxpr.
-    example_inputs: its inputs, whose devices run it.
-  """
-
-  def run(inputs: Sequence[Any]) -> list[Any]:
-    frame = _state_threading.Frame(closed_jaxpr)
-    return PrintRemover().eval_jaxpr(frame, inputs, {})
-
-  options = _compiler_options.make_compiler_options(example_inputs)
-  return jax.jit(run, compiler_options=options)

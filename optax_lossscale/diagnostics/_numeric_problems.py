@@ -15,8 +15,8 @@ from optax_lossscale.diagnostics import (
   _array_tests,
   _host_values,
   _problem,
-  _scale_dependence,
   _scaling_mistakes,
+  _step_runs,
   _tracing,
 )
 from optax_lossscale.diagnostics._comparison import (
@@ -24,6 +24,8 @@ from optax_lossscale.diagnostics._comparison import (
 )
 from optax_lossscale.diagnostics._overflow import _report as _overflow_report
 
+# Powers of two by which the loss scale falls, to find gradients.
+_LOG2_DECREASES = (4, 8, 12, 16)
 # If no layer alone explains an error, so many are listed.
 _MAX_LAYERS = 3
 
@@ -206,24 +208,29 @@ def _describe_origin(origin: _overflow_report.Overflow) -> str:
 
 
 def find_zero_grad_problems(
-  traced: _tracing.TracedFunction,
-  outs: Sequence[Any],
+  runs: _step_runs.StepRuns,
   report: _comparison_report.PrecisionComparison | None,
 ) -> Iterator[_problem.Problem]:
   """Yield a problem for each `update` whose gradients are all zero.
 
   Args:
-    traced: the step.
-    outs: its outputs.
+    runs: the runs of the step.
     report: the comparison with float32, or None.
   """
-  for grads, subject in _list_zero_grads(traced, outs):
-    if all(grad.is_constant for grad in grads):
+  indices = list(_list_zero_grads(runs.traced, runs.outs))
+  log2_decrease = _find_scale_with_grads(runs, indices) if indices else None
+  for k in indices:
+    num_updates = len(runs.traced.select_kind(runs.outs, "applied"))
+    subject = (
+      f"All gradients of update [{k}]" if num_updates > 1 else ("All gradients")
+    )
+    if log2_decrease is not None:
       yield _problem.Problem(
-        f"{subject} are zero for any batch: the loss does not depend on the"
-        " parameters through operations with a derivative.",
-        "Look for stop_gradient, argmax, rounding, a comparison or a cast to"
-        " integers between the parameters and the loss.",
+        f"{subject} are zero at this loss scale, but not if it is lower by a"
+        f" factor of 2**{log2_decrease}: something cuts off the scaled loss,"
+        " such as a clip at the largest number of float16.",
+        "Don't clip the scaled loss, since update skips a step that overflows:"
+        " ols.value_and_grad(loss_fn, opt_state).",
       )
       continue
     is_zero_in_float32 = report is not None and report.reference_is_zero
@@ -233,26 +240,39 @@ def find_zero_grad_problems(
       "This is fine if it is meant, such as a loss that begins later, or an"
       " accumulator in front of update. Otherwise check a batch that has"
       " gradients. If no batch has any, look for a masked loss, a dead layer,"
-      " a factor of zero, or a constant that is inf in float16, such as a"
-      " count in a divisor.",
+      " a factor of zero, an operation without a derivative (stop_gradient,"
+      " argmax, rounding, a comparison), or a constant that is inf in float16,"
+      " such as a count in a divisor.",
     )
+
+
+def _find_scale_with_grads(
+  runs: _step_runs.StepRuns, indices: Sequence[int]
+) -> int | None:
+  """Return a power of two by which the scale falls until there are gradients.
+
+  Args:
+    runs: the runs of the step.
+    indices: the updates whose gradients are zero.
+  """
+  for log2_decrease in _LOG2_DECREASES if runs.traced.scale_indices else ():
+    outs = runs.run_with_factor(2.0**-log2_decrease)
+    if not {*_list_zero_grads(runs.traced, outs)}.issuperset(indices):
+      return log2_decrease
+  return None
 
 
 def _list_zero_grads(
   traced: _tracing.TracedFunction, outs: Sequence[Any]
-) -> Iterator[tuple[list[_scale_dependence.Output], str]]:
-  """Yield the gradients of each `update` that ran and receives only zeros."""
+) -> Iterator[int]:
+  """Yield the updates that ran and receive only zeros."""
   applied_flags = _scaling_mistakes.read_applied_flags(traced, outs)
   for i, flag in enumerate(applied_flags):
-    pairs = [
-      (output, out)
+    grads = [
+      out
       for output, out in zip(traced.outputs, outs, strict=True)
       if output.kind == "grads" and output.group == i
     ]
-    has_run = bool((flag >= 0).any())
-    is_zero = not _array_tests.is_any_nonzero(x for _, x in pairs)
-    if has_run and pairs and is_zero:
-      subject = "All gradients"
-      if len(applied_flags) > 1:
-        subject = f"All gradients of update [{i}]"
-      yield [output for output, _ in pairs], subject
+    is_zero = not _array_tests.is_any_nonzero(grads)
+    if (flag >= 0).any() and grads and is_zero:
+      yield i

@@ -5,30 +5,82 @@ arguments, and values with a tag, such as the gradients that ``update`` receives
 (see ``_tags``).
 """
 
-import collections
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+import re
+from typing import Any, NamedTuple
 
 import jax
-from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale import _arrays, _paths, _state, _tags
-from optax_lossscale._jaxprs import _avals, _eqns, _harvest
-from optax_lossscale.diagnostics import _scale_dependence
+from optax_lossscale._jaxprs import (
+  _avals,
+  _eqns,
+  _harvest,
+  _regions,
+  _walk,
+)
 
-# The tags that show which loss scale ``update`` uses, and what becomes of its
-# results.
-_UPDATE_KINDS = {
-  "new_updates", "new_scale", "new_skip_count", "update_scale"
-}  # fmt: skip
+# The kinds of outputs that are results of the traced function.
+RETURNED_KINDS = ("result", "argument")
+# The tags that show what becomes of the results of ``update``.
+_UPDATE_KINDS = {"new_updates", "new_scale", "new_skip_count"}
 # The tags whose values are left out if they cannot become outputs.
-_OPTIONAL_KINDS = {*_UPDATE_KINDS, "loss", "unscaled"}
+_OPTIONAL_KINDS = {
+  *_UPDATE_KINDS, "update_scale", "fixed_update_scale", "loss", "unscaled"
+}  # fmt: skip
+
+
+class Output(NamedTuple):
+  """An output of a traced function.
+
+  Attributes:
+    kind: ``"result"``; ``"metric"``, a result that replaces no argument;
+      ``"argument"``, if it was changed in place; or the kind of a tag:
+      ``"grads"``, the gradients that `update` receives; ``"updates"``;
+      ``"applied"``, which is 1 or 0, or -1 if `update` did not run;
+      ``"unscaled"``, a number that is finite if and only if a gradient that
+      `value_and_grad` returns is; ``"loss"``, its loss; ``"update_scale"``, the
+      loss scale of an `update`; ``"new_updates"``, ``"new_scale"`` and
+      ``"new_skip_count"``, what `update` returns. ``"state_scale"`` and
+      ``"state_skip_count"`` are fields of a loss-scale state among the results.
+      ``"unused"`` is an ``"unscaled"`` gradient that no `update` receives.
+    name: its path, such as ``1/kernel``.
+    group: the index of the result, or of the ``update``, that it is part of.
+    branches: for each ``cond`` around the tag, the outermost first, an
+      identifier of the ``cond`` and the index of the branch.
+    tag_kind: the kind of its tag; empty without a tag.
+    expected_ratio: the factor by which a sound gradient changes if the loss
+      scale halves; None if it cannot be measured.
+    depends_on_update: whether it may depend on gradients that an `update`
+      receives.
+    has_half_backward: whether it may depend on what a backward pass computes in
+      float16 or float8.
+    new_updates: the indices of the updates that may reach it.
+    new_scales: the indices of the updates whose new loss scales may reach it.
+  """
+
+  kind: str
+  name: str
+  group: int
+  branches: tuple[tuple[int, int], ...] = ()
+  tag_kind: str = ""
+  expected_ratio: float | None = None
+  depends_on_update: bool = False
+  has_half_backward: bool = False
+  new_updates: frozenset[int] = frozenset()
+  new_scales: frozenset[int] = frozenset()
+
+  @property
+  def in_scale_state(self) -> bool:
+    """Whether it is part of a loss-scale state."""
+    keys = {"loss_scale_state", "loss_scale", "policy_state"}
+    return not keys.isdisjoint(split_name(self.name))
 
 
 def collect_float_results(
   out: Any,
-) -> list[tuple[_scale_dependence.Output, Any]]:
+) -> list[tuple[Output, Any]]:
   """Return the float arrays in the result of a function, with their names.
 
   The items of a tuple are separate results, such as a loss and gradients.
@@ -43,7 +95,7 @@ def collect_float_results(
   ]
   names = _paths.leaf_names(path for _, path, _ in leaves)
   return [
-    (_scale_dependence.Output("result", name, i), leaf)
+    (Output("result", name, i), leaf)
     for name, (i, _, leaf) in zip(names, leaves, strict=True)
     if _is_float_array(leaf)
   ]
@@ -51,7 +103,7 @@ def collect_float_results(
 
 def collect_changed_arguments(
   names: list[str], leaves: list[Any], leaves_after_call: list[Any]
-) -> list[tuple[_scale_dependence.Output, Any]]:
+) -> list[tuple[Output, Any]]:
   """Return the float arrays that a function changed in its arguments.
 
   Flax NNX changes models and optimizers in place: their arrays are other
@@ -68,14 +120,14 @@ def collect_changed_arguments(
     if _avals.is_ref_object(ref) and _is_float_array(ref)
   ]
   return [
-    (_scale_dependence.Output("argument", name, 0), array)
+    (Output("argument", name, 0), array)
     for name, array in new_arrays + ref_arrays
   ]
 
 
 def collect_scale_states(
   result: Any, call_trees: list[Any], call_leaves: list[Any]
-) -> list[tuple[_scale_dependence.Output, Any]]:
+) -> list[tuple[Output, Any]]:
   """Return fields of each loss-scale state that a function returns or changes.
 
   Args:
@@ -99,7 +151,7 @@ def collect_scale_states(
   states = [x for x in states if _arrays.is_array_like(x.loss_scale)]
   return [
     (
-      _scale_dependence.Output(kind, field, i),
+      Output(kind, field, i),
       jnp.asarray(_avals.read_ref(getattr(state, field))),
     )
     for i, state in enumerate(states)
@@ -112,13 +164,12 @@ def get_capture_fn(
 ) -> Callable[[Any], Any] | None:
   """Return how to capture a value with this tag; None if it is not needed."""
   tag = _tags.parse_tag(name)
-  if tag is None or tag.kind in ("scale", "fixed_update_scale"):
+  if tag is None or tag.kind in ("scale", "masked_updates"):
     return None
   if tag.kind in _UPDATE_KINDS and not check_results:
     return None
   capture_fns = {
     "applied": lambda x: x.astype(jnp.int8),
-    "loss": _nonfinite_indicator,
     "unscaled": _nonfinite_indicator,
   }
   return capture_fns.get(tag.kind, _harvest.UNCHANGED)
@@ -132,64 +183,167 @@ def is_optional_tag(name: str) -> bool:
 
 def as_outputs(
   tagged_values: list[_harvest.TaggedValue],
-) -> list[_scale_dependence.Output]:
+) -> list[Output]:
   """Return outputs for tagged values, with the number of their ``update``.
 
   If there are several updates, names begin with this number: ``[0]/``.
   """
-  current_groups: dict[str, int] = {}
-  last_index: dict[str, int] = {}
+  counter = _GroupCounter()
   outputs = []
   for name, branches in tagged_values:
     tag = _tags.parse_tag(name)
     assert tag is not None  # Values with other tags are not captured.
-    kind = tag.kind.removeprefix("scaled_")
-    # The leaves of an update are in ascending order, so a lower index begins
-    # another update.
-    if tag.leaf_index <= last_index.get(kind, tag.leaf_index):
-      current_groups[kind] = current_groups.get(kind, -1) + 1
-    last_index[kind] = tag.leaf_index
-    outputs.append(
-      _scale_dependence.Output(kind, tag.path, current_groups[kind], branches)
-    )
+    kind, group = counter.assign_group(tag)
+    outputs.append(Output(kind, tag.path, group, branches, tag.kind))
   return [
     out._replace(name=f"[{out.group}]/{out.name}")
-    if current_groups[out.kind]
+    if counter.current_groups[out.kind]
     else out
     for out in outputs
   ]
 
 
 def distinguish_metrics(
-  jaxpr: core.Jaxpr, outputs: list[_scale_dependence.Output]
-) -> list[_scale_dependence.Output]:
-  """Return the outputs of a jaxpr, with the kind ``"metric"`` of some results.
+  outputs: Sequence[Output],
+  outvars: Sequence[Any],
+  input_names: Sequence[str],
+  invars: Sequence[Any],
+) -> list[Output]:
+  """Return outputs, with the kind ``"metric"`` of results that are no state.
 
-  A metric may be infinite in a sound step. An array that has the type of an
-  argument may be its next value instead, such as batch statistics, unless the
-  results of `update` are the next values of all arguments of this type.
+  A metric may be infinite in a sound step. A result that has the type of an
+  argument and the same key at the end of its path may be its next value, such
+  as batch statistics.
   """
-  get_type = lambda var: (
-    _eqns.get_shape(var),
-    getattr(var.aval, "dtype", None),
+  types = {
+    (_get_type(var), key)
+    for name, var in zip(input_names, invars, strict=True)
+    for key in (*split_name(name)[-1:], "")
+  }
+
+  def replaces_argument(output: Output, var: Any) -> bool:
+    key = "".join(split_name(output.name)[-1:])
+    # The items of a tuple have no names.
+    return (_get_type(var), "" if key.isdigit() else key) in types
+
+  return [
+    output._replace(kind="metric")
+    if output.kind == "result" and not replaces_argument(output, var)
+    else output
+    for output, var in zip(outputs, outvars, strict=True)
+  ]
+
+
+def describe_dependence(
+  closed_jaxpr: _eqns.ClosedJaxpr,
+  outputs: Sequence[Output],
+  regions: _regions.Regions,
+) -> list[Output]:
+  """Return outputs with what they may depend on, and with ``"unused"`` ones.
+
+  Args:
+    closed_jaxpr: the program.
+    outputs: its outputs.
+    regions: its regions.
+  """
+  tags = list_tags(regions)
+
+  def find_outputs(keys: Sequence[_regions.Key]) -> set[int]:
+    descendants = filter(_regions.is_output, regions.find_descendants(keys))
+    return set(map(_regions.get_output_index, descendants))
+
+  def find_by_group(kind: str) -> dict[int, set[int]]:
+    groups = {tag.group for tag in tags.values() if tag.kind == kind}
+    return {
+      group: find_outputs([k for k, x in tags.items() if x == (kind, group)])
+      for group in groups
+    }
+
+  by_unscaled, by_update, by_scale = map(
+    find_by_group, ("unscaled", "new_updates", "new_scale")
   )
-  is_new = lambda output: output.depends_on_update or output.new_scales
-  pairs = list(zip(outputs, jaxpr.outvars, strict=True))
-  num_others = collections.Counter(map(get_type, jaxpr.invars))
-  num_others.subtract(
-    get_type(var)
-    for output, var in pairs
-    if output.kind in _scale_dependence.RETURNED_KINDS and is_new(output)
+  after_update = find_outputs([k for k, x in tags.items() if x.kind == "grads"])
+  after_half_backward = find_outputs(
+    [
+      visit.path
+      for visit in _walk.walk(closed_jaxpr, _eqns.subjaxprs)
+      if any(map(is_half_var, visit.eqn.outvars))
+      and visit.stack_location.is_backward
+    ]
   )
-  is_metric = lambda output, var: (
-    output.kind == "result"
-    and not is_new(output)
-    and (_eqns.get_shape(var) == () or num_others[get_type(var)] <= 0)
+  grad_indices = {i for i, x in enumerate(outputs) if x.kind == "grads"}
+  is_unused = lambda output: (
+    output.kind == "unscaled"
+    and bool(grad_indices)
+    and grad_indices.isdisjoint(by_unscaled.get(output.group, grad_indices))
+  )
+  collect = lambda i, by_group: frozenset(
+    group for group, indices in by_group.items() if i in indices
   )
   return [
-    output._replace(kind="metric") if is_metric(output, var) else output
-    for output, var in pairs
+    output._replace(
+      kind="unused" if is_unused(output) else output.kind,
+      depends_on_update=i in after_update,
+      has_half_backward=i in after_half_backward,
+      new_updates=collect(i, by_update),
+      new_scales=collect(i, by_scale),
+    )
+    for i, output in enumerate(outputs)
   ]
+
+
+class TagGroup(NamedTuple):
+  """The kind of a tag, and the index of the call that made it."""
+
+  kind: str
+  group: int
+
+
+def list_tags(regions: _regions.Regions) -> dict[_regions.Key, TagGroup]:
+  """Return the tags of a program by position, in the order of the program."""
+  counter = _GroupCounter()
+  tags = {}
+  for key, eqn in sorted(regions.eqns.items()):
+    tag = _tags.parse_tag(_harvest.get_tag(eqn) or "")
+    if tag is not None:
+      tags[key] = counter.assign_group(tag)
+  return tags
+
+
+class _GroupCounter:
+  """Counts the calls that made tags.
+
+  The leaves of a call are in ascending order, so a lower index begins another.
+  """
+
+  def __init__(self) -> None:
+    self._last_index: dict[str, int] = {}
+    self.current_groups: dict[str, int] = {}
+
+  def assign_group(self, tag: _tags.Tag) -> TagGroup:
+    """Return the group of the next tag of a program."""
+    kind = tag.kind.removeprefix("scaled_").removeprefix("fixed_")
+    if tag.leaf_index <= self._last_index.get(kind, tag.leaf_index):
+      self.current_groups[kind] = self.current_groups.get(kind, -1) + 1
+    self._last_index[kind] = tag.leaf_index
+    return TagGroup(kind, self.current_groups[kind])
+
+
+def split_name(name: str) -> tuple[str, ...]:
+  """Return the keys of a path: ``params['a/b'].c`` has four."""
+  keys = re.findall(r"[^\[\]'\"./]+", name)
+  # Flax NNX adds this key to the path of an array.
+  return tuple(keys[:-1] if len(keys) > 1 and keys[-1] == "value" else keys)
+
+
+def is_half_var(var: Any) -> bool:
+  """Return whether a variable is a float16 or float8 array."""
+  is_float = _arrays.is_inexact(var.aval)
+  return is_float and _arrays.has_narrow_range(var.aval.dtype)
+
+
+def _get_type(var: Any) -> Any:
+  return getattr(var.aval, "shape", None), getattr(var.aval, "dtype", None)
 
 
 def _is_float_array(leaf: Any) -> bool:

@@ -84,8 +84,6 @@ class PrecisionReport(_report_format.PrintedReport):
     can_autocast: whether :func:`optax_lossscale.autocast` can cast any of these
       layers: they are in float32, and the function has no ``autocast`` yet.
     limitations: the parts of the program that were not analyzed.
-    warnings: mistakes in the training step as a whole, in sentences: ``update``
-      receives gradients that are not scaled as it expects.
     optimizer_flops: the FLOPs of the matmuls and convolutions of the optimizer
       that :func:`~optax_lossscale.with_loss_scaling` wraps, such as Muon. No
       other field counts them.
@@ -107,7 +105,6 @@ class PrecisionReport(_report_format.PrintedReport):
   unconverted: tuple[_layer_precision.LayerPrecision, ...]
   can_autocast: bool
   limitations: tuple[str, ...]
-  warnings: tuple[str, ...] = ()
   optimizer_flops: int = 0
 
   def as_dict(self) -> dict[str, Any]:
@@ -116,7 +113,6 @@ class PrecisionReport(_report_format.PrintedReport):
       "flops": [row._asdict() for row in self.flops],
       "unconverted": [row._asdict() for row in self.unconverted],
       "limitations": list(self.limitations),
-      "warnings": list(self.warnings),
     }
 
   def __str__(self) -> str:
@@ -143,7 +139,6 @@ class PrecisionReport(_report_format.PrintedReport):
       " counted below."
     )
     parts = [
-      *self.warnings,
       *self._format_conclusion(),
       *[optimizer_line] * bool(self.optimizer_flops),
       *(f"Not analyzed: {limitation}" for limitation in self.limitations),
@@ -277,7 +272,6 @@ def report_traced(
     ),
     can_autocast=not has_autocast and any(map(_is_castable, unconverted)),
     limitations=tuple(dict.fromkeys(limitations)),
-    warnings=tuple(map(str, traced.mistakes)),
     optimizer_flops=sum(x.flops for x in all_matmuls) - total_flops,
   )
 

@@ -16,33 +16,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _arrays
-from optax_lossscale._jaxprs import _eqns, _provenance, _walk
+from optax_lossscale._jaxprs import _eqns, _walk
 from optax_lossscale.diagnostics import (
   _array_tests,
   _host_values,
+  _outputs,
   _problem,
-  _scale_dependence,
   _tracing,
 )
 
 _NEVER_UNSCALED = _problem.Problem(
-  "update received gradients{names} that were never unscaled: they halve if the"
-  " loss scale halves.",
+  "update{update} received gradients{names} that were never unscaled: they"
+  " halve if the loss scale halves.",
   "Call ols.unscale_grads(grads, opt_state), or create the optimizer with"
   " grads_are_scaled=True.",
 )
 _UNSCALED_TWICE = _problem.Problem(
-  "update received gradients{names} that double if the loss scale halves: they"
-  " were unscaled twice, or clipped while they were scaled.",
-  "Drop unscale_grads and grads_are_scaled=True, since ols.value_and_grad and"
-  " ols.grad return unscaled gradients. Clip inside of with_loss_scaling.",
+  "update{update} received gradients{names} that double if the loss scale"
+  " halves: they were unscaled twice, or clipped while they were scaled, or the"
+  " scaled loss was divided by its own value.",
+  "Unscale once: drop unscale_grads and grads_are_scaled=True next to"
+  " ols.value_and_grad and ols.grad, which return unscaled gradients. Clip"
+  " inside of with_loss_scaling. Scale the loss last.",
 )
 _DEPENDS_ON_SCALE = _problem.Problem(
-  "update received gradients{names} that depend on the loss scale: they change"
-  " by a factor of {factor:.3g} if the scale is multiplied by 2**{log2_scale}."
-  " Something is added to, or cut off from, the loss or the gradients while"
-  " they are scaled.",
+  "update{update} received gradients{names} that depend on the loss scale: they"
+  " change by a factor of {factor:.3g} if the scale is multiplied by"
+  " 2**{log2_scale}. Something is added to, or cut off from, the loss or the"
+  " gradients while they are scaled.",
   "Change them after ols.value_and_grad has unscaled them.",
 )
 UPDATE_NOT_RUN = _problem.Problem(
@@ -125,9 +126,9 @@ def read_applied_flags(
 
 
 def _compute_replaced_mask(
-  output: _scale_dependence.Output,
+  output: _outputs.Output,
   flag: np.ndarray,
-  applied_flags: list[tuple[_scale_dependence.Output, np.ndarray]],
+  applied_flags: list[tuple[_outputs.Output, np.ndarray]],
 ) -> np.ndarray:
   """Return whether an `update` in another branch ran instead of this one."""
   mask = np.zeros(flag.shape, bool)
@@ -191,17 +192,21 @@ def check_scale_invariance(
   ratios = {
     k: np.where(is_stable, measure_at(k)[:, 0], np.nan) for k in log2_scales
   }
-  return list(dict.fromkeys(_judge_ratios(grad_outputs, ratios, is_exact)))
+  return list(
+    dict.fromkeys(_judge_ratios(traced, grad_outputs, ratios, is_exact))
+  )
 
 
 def _judge_ratios(
-  grad_outputs: list[_scale_dependence.Output],
+  traced: _tracing.TracedFunction,
+  grad_outputs: list[_outputs.Output],
   ratios: dict[int, np.ndarray],
   is_exact: bool,
 ) -> Iterable[_problem.Problem]:
   """Yield the mistakes that explain how gradients change with the loss scale.
 
   Args:
+    traced: the step.
     grad_outputs: the gradients.
     ratios: for each log2 of a factor on the loss scale, the factor by which
       each gradient changes, over the expected one; NaN if it is unknown;
@@ -210,15 +215,16 @@ def _judge_ratios(
   """
   is_explained = np.zeros(len(grad_outputs), bool)
   for mistake, power in (_NEVER_UNSCALED, 1), (_UNSCALED_TWICE, -1):
-    is_affected = _is_close(ratios[-1], 2.0**-power) & _is_close(
+    is_affected = is_close(ratios[-1], 2.0**-power) & is_close(
       ratios[-2], 4.0**-power
     )
     is_explained |= is_affected
-    yield from _repeat_by_update(mistake, grad_outputs, is_affected)
+    yield from _repeat_by_update(traced, mistake, grad_outputs, is_affected)
   for log2_scale, ratio in ratios.items() if is_exact else ():
     is_affected = (np.abs(ratio - 1) > _EXACT_TOLERANCE) & ~is_explained
     is_explained |= is_affected
     yield from _repeat_by_update(
+      traced,
       _DEPENDS_ON_SCALE,
       grad_outputs,
       is_affected,
@@ -242,13 +248,21 @@ def _measure_change(x: Any, y: Any) -> jax.Array:
   return jnp.stack([jnp.sum(jnp.real(x.conj() * y)) / norm, error])
 
 
-def _is_close(ratio: np.ndarray, factor: float) -> np.ndarray:
+def measure_ratio(x: Any, y: Any) -> np.ndarray:
+  """Return the factor by which a gradient changed; float32[]."""
+  ratio: np.ndarray = _host_values.to_host(_measure_change(x, y))[0]
+  return ratio
+
+
+def is_close(ratio: Any, factor: float) -> Any:
+  """Return whether a ratio is a factor but for rounding errors."""
   return np.abs(ratio / factor - 1) < _RATIO_TOLERANCE
 
 
 def _repeat_by_update(
+  traced: _tracing.TracedFunction,
   mistake: _problem.Problem,
-  grads: list[_scale_dependence.Output],
+  grads: list[_outputs.Output],
   is_affected: np.ndarray,
   **kwargs: Any,
 ) -> Iterable[_problem.Problem]:
@@ -258,30 +272,20 @@ def _repeat_by_update(
     all_names = [grads[i].name for i in indices]
     names = [grads[i].name for i in indices if is_affected[i]]
     if names:
-      yield _problem.fill_in_names(mistake, names, all_names, **kwargs)
+      update = format_update(traced, group)
+      yield _problem.fill_in_names(
+        mistake, names, all_names, update=update, **kwargs
+      )
 
 
-def has_narrow_range_eqn(
-  closed_jaxpr: _eqns.ClosedJaxpr, *, ignore_autocast: bool
-) -> bool:
-  """Return whether a program computes in float16 or float8.
-
-  Args:
-    closed_jaxpr: the jaxpr.
-    ignore_autocast: whether to ignore eqns that `autocast` casts.
-  """
-
-  def is_half_visit(visit: _walk.EqnVisit) -> bool:
-    if not any(map(_is_half_var, visit.eqn.outvars)):
-      return False
-    location = _provenance.EqnLocation()
-    for ancestor in reversed(visit.self_and_ancestors):
-      location = location.push_scope(ancestor.eqn)
-    return not ignore_autocast or location.autocast_dtype is None
-
-  return any(map(is_half_visit, _walk.walk(closed_jaxpr, _eqns.subjaxprs)))
+def format_update(traced: _tracing.TracedFunction, group: int) -> str:
+  """Return the number of an update for a message; empty if there is one."""
+  groups = {output.group for output in traced.grad_outputs}
+  return f" [{group}]" if len(groups) > 1 else ""
 
 
-def _is_half_var(var: Any) -> bool:
-  is_float = _arrays.is_inexact(var.aval)
-  return is_float and _arrays.has_narrow_range(var.aval.dtype)
+def has_narrow_range_eqn(closed_jaxpr: _eqns.ClosedJaxpr) -> bool:
+  """Return whether a program computes in float16 or float8."""
+  has_half_output = lambda eqn: any(map(_outputs.is_half_var, eqn.outvars))
+  search = _walk.EqnSearch(has_half_output, _eqns.subjaxprs)
+  return search.any_in_jaxpr(closed_jaxpr.jaxpr)

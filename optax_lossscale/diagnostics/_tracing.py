@@ -7,7 +7,7 @@ its outputs. Values that a training step need not return become outputs, too
 the function changes in its arguments, such as a model of Flax NNX.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 import contextlib
 import functools
 import inspect
@@ -18,14 +18,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _arrays, _checks, _flattening
-from optax_lossscale._jaxprs import _avals, _eqns, _harvest, _higher_order
-from optax_lossscale.diagnostics import (
-  _outputs,
-  _problem,
-  _progress,
-  _scale_dependence,
+from optax_lossscale import _arrays, _checks, _flattening, _state, _tags
+from optax_lossscale._jaxprs import (
+  _avals,
+  _eqns,
+  _harvest,
+  _higher_order,
+  _regions,
+  _walk,
 )
+from optax_lossscale.diagnostics import _array_tests, _outputs, _progress
 
 
 class TracedFunction(NamedTuple):
@@ -41,24 +43,33 @@ class TracedFunction(NamedTuple):
       outputs, such as those in a ``while_loop``.
     cond_branch_locations: the locations of ``cond`` branches with gradients,
       which may not be taken.
-    scale_indices: the indices of the inputs that are loss scales.
+    scale_indices: the indices of the inputs that are loss scales, in the order
+      of the inputs.
+    last_finite_indices: the indices of the inputs that are ``last_finite`` of a
+      loss-scale state.
     lowest_scale: the lowest loss scale that all policies allow; None if it is
       unknown.
-    mistakes: mistakes in how the gradients are scaled.
+    regions: what its outputs depend on; None if the arguments are shapes.
   """
 
   closed_jaxpr: _eqns.ClosedJaxpr
   inputs: list[Any]
   input_names: list[str]
-  outputs: list[_scale_dependence.Output]
+  outputs: list[_outputs.Output]
   unreached_locations: list[str]
   cond_branch_locations: list[str]
-  scale_indices: frozenset[int]
+  scale_indices: tuple[int, ...]
+  last_finite_indices: tuple[int, ...]
   lowest_scale: float | None
-  mistakes: list[_problem.Problem]
+  regions: _regions.Regions | None = None
+
+  def get_regions(self) -> _regions.Regions:
+    """Return the regions of a function with concrete arguments."""
+    assert self.regions is not None
+    return self.regions
 
   @property
-  def grad_outputs(self) -> list[_scale_dependence.Output]:
+  def grad_outputs(self) -> list[_outputs.Output]:
     """The gradients that an optimizer receives."""
     return [output for output in self.outputs if output.kind == "grads"]
 
@@ -67,11 +78,14 @@ class TracedFunction(NamedTuple):
     pairs = zip(outs, self.outputs, strict=True)
     return [x for x, output in pairs if output.kind == kind]
 
-  def scale_inputs(self, factor: float) -> list[Any]:
-    """Return the inputs with all loss scales times a factor."""
+  def scale_inputs(
+    self, factor: Any, indices: Collection[int] | None = None
+  ) -> list[Any]:
+    """Return the inputs with all loss scales, or some, times a factor."""
+    indices = self.scale_indices if indices is None else indices
     return [
       # A NumPy factor keeps the array on its devices.
-      x * np.asarray(factor, x.dtype) if i in self.scale_indices else x
+      x * np.asarray(factor, x.dtype) if i in indices else x
       for i, x in enumerate(self.inputs)
     ]
 
@@ -197,7 +211,9 @@ def trace(
     map(_avals.read_ref, itertools.compress(flat_args.leaves, input_mask))
   )
   _check_inputs(caller, input_names, inputs, allow_abstract)
-  outputs: list[_scale_dependence.Output] = []
+  outputs: list[_outputs.Output] = []
+  scale_indices: tuple[int, ...] = ()
+  last_finite_indices: tuple[int, ...] = ()
 
   def call_flat(fun: Callable[..., Any], *tracers: Any) -> list[Any]:
     arrays = iter(tracers)
@@ -206,6 +222,11 @@ def trace(
       for leaf in flat_args.leaves
     ]
     call_trees = flat_args.unflatten(call_leaves)
+    arrays_or_refs = list(itertools.compress(call_leaves, input_mask))
+    nonlocal scale_indices, last_finite_indices
+    scale_indices, last_finite_indices = _find_state_fields(
+      call_trees, arrays_or_refs
+    )
     call_kwargs = dict(zip(kwarg_names, call_trees[len(args) :], strict=True))
     result = fun(*call_trees[: len(args)], **call_kwargs)
     output_pairs = _outputs.collect_float_results(result)
@@ -235,27 +256,60 @@ def trace(
   # A Ref in the arguments is copied, but one in a closure would be mutated.
   _check_no_ref_consts(harvest.closed_jaxpr)
   outputs += _outputs.as_outputs(harvest.tagged_values)
-  dependence = _scale_dependence.check_dependence(
-    harvest.closed_jaxpr, input_names, outputs
+  jaxpr = harvest.closed_jaxpr.jaxpr
+  outputs = _outputs.distinguish_metrics(
+    outputs, jaxpr.outvars, input_names, jaxpr.invars
   )
-  described_outputs = dependence.outputs
-  if check_results:
-    described_outputs = _outputs.distinguish_metrics(
-      harvest.closed_jaxpr.jaxpr, described_outputs
+  regions = None
+  if not allow_abstract:
+    regions = _regions.find_regions(
+      harvest.closed_jaxpr, _array_tests.is_finite
     )
-  traced = TracedFunction(
+    outputs = _outputs.describe_dependence(
+      harvest.closed_jaxpr, outputs, regions
+    )
+  return TracedFunction(
     harvest.closed_jaxpr,
     inputs,
     input_names,
-    described_outputs,
+    outputs,
     harvest.unreached_labels,
     harvest.cond_labels,
-    dependence.scale_indices,
-    dependence.lowest_scale,
-    dependence.mistakes,
+    scale_indices,
+    last_finite_indices,
+    _find_lowest_scale(harvest.closed_jaxpr),
+    regions,
   )
-  # Drop unscaled gradients that reach no update, such as those of a metric.
-  return traced.restrict_outputs(dependence.relevant_mask)
+
+
+def _find_state_fields(
+  call_trees: list[Any], call_leaves: list[Any]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+  """Return which inputs are loss scales, and which are ``last_finite``.
+
+  Args:
+    call_trees: the arguments of the function.
+    call_leaves: the inputs in them.
+  """
+  states = _state.find_loss_scale_states(call_trees)
+  find_indices = lambda fields: tuple(
+    i for i, x in enumerate(call_leaves) if any(x is y for y in fields)
+  )
+  return (
+    find_indices([state.loss_scale for state in states]),
+    find_indices([state.last_finite for state in states]),
+  )
+
+
+def _find_lowest_scale(closed_jaxpr: _eqns.ClosedJaxpr) -> float | None:
+  """Return the lowest loss scale that the policies of all updates allow."""
+  lowest_scales = []
+  for visit in _walk.walk(closed_jaxpr, _eqns.subjaxprs):
+    tag = _tags.parse_tag(_harvest.get_tag(visit.eqn) or "")
+    if tag is not None and "update_scale" in tag.kind and tag.path:
+      with contextlib.suppress(ValueError):  # The lowest scale is unknown.
+        lowest_scales.append(float(tag.path))
+  return max(lowest_scales, default=None)
 
 
 def _unwrap_partials(

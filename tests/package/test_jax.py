@@ -24,7 +24,6 @@ import pytest
 from optax_lossscale._jaxprs import (
   _avals,
   _custom_derivatives,
-  _dependence,
   _eqns,
   _higher_order,
   _primitives,
@@ -238,7 +237,6 @@ def names_in_tables():
   return {
     *_primitives.PERMUTING_COLLECTIVES,
     *_primitives.WEIGHT_PRESERVING,
-    *_dependence._PER_OPERAND_PRIMITIVES,
     *_higher_order._PARSERS,
     *_custom_derivatives._RULE_TRANSFORMS,
     *_weights._LINEAR_SUMS,

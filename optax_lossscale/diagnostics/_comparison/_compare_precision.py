@@ -18,18 +18,20 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _transfer_guard
 from optax_lossscale._autocast import _matmuls
 from optax_lossscale.diagnostics import (
-  _effects,
+  _compiler_options,
+  _instrumented_program,
   _layer_precision,
   _problem,
   _progress,
   _scale_search,
+  _scaled_grads,
+  _step_runs,
   _tracing,
 )
 from optax_lossscale.diagnostics._comparison import (
@@ -123,18 +125,28 @@ def compare_precision(
     progress=progress,
     check_results=True,
   ) as (traced, progress_line):
-    traced = traced.restrict_outputs(select_outputs(traced))
-    if not traced.outputs:
+    if not any(select_outputs(traced)):
       raise ValueError(_no_floats_message(fun))
-    run_as_trained = _effects.compile_without_prints(
-      traced.closed_jaxpr, traced.inputs
+    program = _instrumented_program.InstrumentedProgram(
+      traced.closed_jaxpr,
+      traced.get_regions(),
+      _compiler_options.make_compiler_options(traced.inputs),
+      checked=(),
     )
-    comparison = compare_traced(
-      traced, run_as_trained, None, progress_line, measures_all=True
+    run = lambda inputs, replaced=None: (
+      program.run(inputs, replaced=replaced).outs
+    )
+    progress_line.set_description("running the function as trained")
+    runs = _step_runs.StepRuns(traced, run, run(traced.inputs))
+    scaled_grads = _scaled_grads.find_scaled_grads(runs)
+    runs.traced = traced._replace(outputs=scaled_grads.outputs)
+    comparison = compare_runs(
+      runs, traced.inputs, runs.outs, progress_line, measures_all=True
     )
     if comparison is None:
       raise ValueError(_no_half_message(fun, traced))
-    return comparison.report
+    warnings = [*map(str, scaled_grads.mistakes), *comparison.report.warnings]
+    return dataclasses.replace(comparison.report, warnings=tuple(warnings))
 
 
 class ComparisonResult(NamedTuple):
@@ -149,20 +161,20 @@ class ComparisonResult(NamedTuple):
   mistakes: list[_problem.Problem]
 
 
-def compare_traced(
-  traced: _tracing.TracedFunction,
-  run_as_trained: _runs.RunFn,
-  half_outs: Sequence[Any] | None,
+def compare_runs(
+  step_runs: _step_runs.StepRuns,
+  inputs: list[Any],
+  outs: Sequence[Any],
   progress: _progress.ProgressLine,
   *,
   measures_all: bool,
 ) -> ComparisonResult | None:
-  """Compare a traced function in half precision with float32.
+  """Compare the runs of a function in half precision with float32.
 
   Args:
-    traced: the function, with the outputs of :func:`select_outputs`.
-    run_as_trained: a function from its inputs to its outputs.
-    half_outs: its outputs as trained; by default it is run.
+    step_runs: the runs of the function.
+    inputs: its inputs.
+    outs: its outputs.
     progress: shows how far it is.
     measures_all: whether to measure each layer; otherwise the worst ones are
       searched for if an error is large.
@@ -171,14 +183,17 @@ def compare_traced(
     A :class:`ComparisonResult`; None if nothing that leads to an output is
     rounded to half precision.
   """
+  mask = select_outputs(step_runs.traced)
+  traced = step_runs.traced._replace(inputs=inputs).restrict_outputs(mask)
+  run_as_trained = lambda inputs: list(
+    itertools.compress(step_runs.run(inputs), mask)
+  )
+  half_outs = list(itertools.compress(outs, mask))
   dtypes = _layers.find_half_dtypes(traced.closed_jaxpr)
   if not dtypes:
     return None
   # With two dtypes, thresholds are those of the one with fewer bits.
   eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
-  if half_outs is None:
-    progress.set_description("running the function as trained")
-    half_outs = jax.block_until_ready(run_as_trained(traced.inputs))
   runs = _runs.ReferenceRuns(traced, eps, run_as_trained, half_outs, progress)
   report = _build_report(traced, runs, dtypes, eps)
   if report.reference_is_finite and not report.reference_is_zero:
@@ -193,7 +208,7 @@ def compare_traced(
     if layers:
       report = _report_layers(report, layers, eps)
     report = _excuse_amplified_errors(report, runs, layers, eps)
-  return ComparisonResult(report, [*traced.mistakes, *runs.mistakes])
+  return ComparisonResult(report, runs.mistakes)
 
 
 def select_outputs(traced: _tracing.TracedFunction) -> list[bool]:
@@ -233,7 +248,7 @@ def _build_report(
     array_errors=dict(zip(names, array_errors.tolist(), strict=True)),
     layers=(),
     limitations=tuple(dict.fromkeys([*limitations, *runs.limitations])),
-    warnings=tuple(map(str, [*traced.mistakes, *runs.mistakes])),
+    warnings=tuple(map(str, runs.mistakes)),
     noise_only_arrays=tuple(itertools.compress(names, runs.noise_mask)),
     inaccurate_arrays=tuple(names[i] for i in order if is_large[1 + i]),
     underflow_fraction=runs.underflow_fraction,

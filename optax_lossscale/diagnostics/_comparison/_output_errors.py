@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale.diagnostics import _host_values, _scale_dependence
+from optax_lossscale.diagnostics import _host_values, _outputs
 
 
 class RunErrors(NamedTuple):
@@ -56,7 +56,7 @@ class OutputComparison:
 
   def __init__(
     self,
-    outputs: Sequence[_scale_dependence.Output],
+    outputs: Sequence[_outputs.Output],
     reference_outs: Sequence[Any],
   ) -> None:
     self._indices = list_compared_indices(outputs)
@@ -132,7 +132,7 @@ class OutputComparison:
 
 
 def list_compared_indices(
-  outputs: Sequence[_scale_dependence.Output],
+  outputs: Sequence[_outputs.Output],
 ) -> list[int]:
   """Return the indices of the outputs that are compared.
 
@@ -143,7 +143,7 @@ def list_compared_indices(
     kinds = "result", "metric"
     return [i for i, x in enumerate(outputs) if x.kind in kinds]
   is_state = lambda x: (
-    x.kind in _scale_dependence.RETURNED_KINDS
+    x.kind in _outputs.RETURNED_KINDS
     and not x.depends_on_update
     and not x.new_scales
     and not x.new_updates

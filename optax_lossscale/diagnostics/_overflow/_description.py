@@ -12,16 +12,15 @@ from optax_lossscale._jaxprs import (
   _eqns,
   _higher_order,
   _provenance,
+  _regions,
   _source_info,
   _state_threading,
   _walk,
 )
-from optax_lossscale.diagnostics import _array_tests, _tracing
+from optax_lossscale.diagnostics import _array_tests, _eqn_stats, _tracing
 from optax_lossscale.diagnostics._overflow import (
   _domains,
-  _eqn_stats,
   _origins,
-  _regions,
   _report,
 )
 

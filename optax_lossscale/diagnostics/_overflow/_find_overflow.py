@@ -8,7 +8,7 @@
 4. Report origins that reach an ``update`` first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import dataclasses
 import re
 from typing import Any, NamedTuple
@@ -22,23 +22,25 @@ from optax_lossscale._jaxprs import (
   _higher_order,
   _primitives,
   _provenance,
+  _regions,
   _walk,
 )
 from optax_lossscale.diagnostics import (
   _array_tests,
   _compiler_options,
   _effects,
+  _instrumented_program,
   _problem,
   _progress,
+  _scaled_grads,
   _scaling_mistakes,
+  _step_runs,
   _tracing,
 )
 from optax_lossscale.diagnostics._overflow import (
   _description,
-  _instrumented_program,
   _loss_scale_search,
   _origins,
-  _regions,
   _report,
 )
 
@@ -134,7 +136,7 @@ def find_overflow(
     "find_overflow", fun, args, kwargs, progress=progress
   ) as (traced, progress_line):
     search_result = search_traced(traced, progress_line)
-    scaling_mistakes = measure_scaling(traced, search_result)
+    scaling_mistakes = measure_scaling(search_result)
   if search_result.origin is None:
     for message in [
       *map(str, [*search_result.mistakes, *scaling_mistakes]),
@@ -152,15 +154,15 @@ class SearchResult(NamedTuple):
     mistakes: mistakes in how the step uses its gradients.
     limitations: why a program without an origin may still be wrong, in
       sentences.
-    outs: the outputs of the program.
-    run_step: runs the program with other inputs, and returns its outputs.
+    runs: the runs of the program, with the loss scales of its gradients.
+    knows_scales: whether it is known how all gradients are scaled.
   """
 
   origin: _report.Overflow | None
   mistakes: list[_problem.Problem]
   limitations: list[str]
-  outs: list[Any]
-  run_step: Callable[[Sequence[Any]], list[Any]]
+  runs: _step_runs.StepRuns
+  knows_scales: bool = False
 
 
 def search_traced(
@@ -169,18 +171,20 @@ def search_traced(
   """Find the origin of an inf or a NaN in a traced program."""
   program = _instrumented_program.InstrumentedProgram(
     traced.closed_jaxpr,
-    _regions.find_regions(traced.closed_jaxpr, _array_tests.is_finite),
+    traced.get_regions(),
     _compiler_options.make_compiler_options(traced.inputs),
   )
   progress.set_description("compiling and running the function")
   record = program.run(traced.inputs, has_prints=True)
-  mistakes = traced.mistakes + _scaling_mistakes.check_applied_flags(
-    traced, record.outs
+  run = lambda inputs, replaced=None: (
+    program.run(inputs, replaced=replaced).outs
   )
+  runs = _step_runs.StepRuns(traced, run, record.outs)
+  mistakes = _scaling_mistakes.check_applied_flags(traced, record.outs)
   bad_outputs = [
     i
     for i in _array_tests.list_nonfinite(record.outs)
-    if traced.outputs[i].kind != "metric"
+    if traced.outputs[i].kind not in ("metric", "unused")
   ]
   origins = [
     _description.describe_origin(traced, origin)
@@ -188,14 +192,19 @@ def search_traced(
       traced, program, record, bad_outputs, progress
     )
   ]
-  run_step = lambda inputs: program.run(inputs).outs
   if not origins:
-    mistakes += _scaling_mistakes.check_needless_skip(traced, record.outs)
+    scaled_grads = _scaled_grads.find_scaled_grads(runs)
+    runs.traced = traced._replace(outputs=scaled_grads.outputs)
+    mistakes = [
+      *scaled_grads.mistakes,
+      *mistakes,
+      *_scaling_mistakes.check_needless_skip(traced, record.outs),
+    ]
     limitations = _describe_limitations(traced)
-    return SearchResult(None, mistakes, limitations, record.outs, run_step)
-  origins = _loss_scale_search.assess_loss_scale(
-    traced, run_step, record.outs, origins
-  )
+    return SearchResult(
+      None, mistakes, limitations, runs, scaled_grads.is_known
+    )
+  origins = _loss_scale_search.assess_loss_scale(runs, origins)
   origins = _disambiguate_names(traced, origins)
   warnings = list(map(str, mistakes))
   if _effects.has_callback_with_result(traced.closed_jaxpr.jaxpr):
@@ -203,7 +212,7 @@ def search_traced(
   origin = dataclasses.replace(
     origins[0], other_origins=tuple(origins[1:]), warnings=tuple(warnings)
   )
-  return SearchResult(origin, mistakes, [], record.outs, run_step)
+  return SearchResult(origin, mistakes, [], runs)
 
 
 def _describe_limitations(traced: _tracing.TracedFunction) -> list[str]:
@@ -226,26 +235,24 @@ def _runs_on_local_devices(eqn: core.JaxprEqn) -> bool:
   return isinstance(mesh, jax.sharding.Mesh) and not mesh.is_multi_process
 
 
-def measure_scaling(
-  traced: _tracing.TracedFunction, result: SearchResult
-) -> list[_problem.Problem]:
+def measure_scaling(result: SearchResult) -> list[_problem.Problem]:
   """Run a program with other loss scales: are its gradients unscaled once?
 
   Args:
-    traced: the program.
-    result: the result of the search in it.
+    result: the result of the search in the program.
 
   Returns:
-    Mistakes; empty if the program is correct, or was not run.
+    Mistakes; empty if the program is correct, or its outputs are not finite.
   """
   if result.origin is not None:
     return []
+  runs = result.runs
   return _scaling_mistakes.check_scale_invariance(
-    traced,
-    result.run_step,
-    result.outs,
+    runs.traced,
+    runs.run,
+    runs.outs,
     is_exact=not _scaling_mistakes.has_narrow_range_eqn(
-      traced.closed_jaxpr, ignore_autocast=False
+      runs.traced.closed_jaxpr
     ),
   )
 

@@ -5,9 +5,7 @@ division by zero is not. The loss scale is an input of the compiled step, so the
 step runs with lower scales, without another compilation.
 """
 
-from collections.abc import Callable, Sequence
 import dataclasses
-from typing import Any
 
 import numpy as np
 
@@ -15,16 +13,14 @@ from optax_lossscale.diagnostics import (
   _array_tests,
   _host_values,
   _scale_search,
+  _step_runs,
   _tracing,
 )
 from optax_lossscale.diagnostics._overflow import _report
 
 
 def assess_loss_scale(
-  traced: _tracing.TracedFunction,
-  run_step: Callable[[list[Any]], Sequence[Any]],
-  outs: Sequence[Any],
-  origins: list[_report.Overflow],
+  runs: _step_runs.StepRuns, origins: list[_report.Overflow]
 ) -> list[_report.Overflow]:
   """Add the loss scale that helps to origins, and sort them.
 
@@ -32,22 +28,21 @@ def assess_loss_scale(
   forward pass are first.
 
   Args:
-    traced: the step.
-    run_step: a function from the inputs of the step to its outputs.
-    outs: the outputs of the step.
+    runs: the runs of the step.
     origins: the origins of their infs and NaNs.
 
   Returns:
     The origins. Those in the backward pass have a ``scale_factor`` if it can be
     measured.
   """
+  traced, outs = runs.traced, runs.outs
   factor, has_zero_grads = None, False
   if (
     any(origin.backward for origin in origins)
     and traced.scale_indices
-    and not _has_finite_grads(traced, outs)
+    and not _step_runs.has_finite_grads(traced, outs)
   ):
-    factor, has_zero_grads = _find_scale_factor(traced, run_step)
+    factor, has_zero_grads = _find_scale_factor(runs)
   is_below_min = factor is not None and _is_below_min_scale(traced, factor)
   has_loss_scale = bool(traced.scale_indices) or any(
     output.kind in ("grads", "unscaled") for output in traced.outputs
@@ -70,23 +65,19 @@ def assess_loss_scale(
   return origins
 
 
-def _find_scale_factor(
-  traced: _tracing.TracedFunction,
-  run_step: Callable[[list[Any]], Sequence[Any]],
-) -> tuple[float, bool]:
+def _find_scale_factor(runs: _step_runs.StepRuns) -> tuple[float, bool]:
   """Return the largest power of two that keeps the gradients finite.
 
   Returns:
     The factor on the loss scale, 0.0 if there is none; and whether all
     gradients are zero with it.
   """
-  run = lambda decrease: run_step(traced.scale_inputs(2.0**-decrease))
-  is_enough = lambda decrease: _has_finite_grads(traced, run(decrease))
-  log2_decrease = _scale_search.find_log2_decrease(is_enough)
+  log2_decrease = _scale_search.find_log2_decrease(runs.has_finite_grads_at)
   if log2_decrease is None:
     return 0.0, False
   # Without an `update`, the gradients themselves are no outputs.
-  grads = traced.select_kind(run(log2_decrease), "grads")
+  outs = runs.run_with_factor(2.0**-log2_decrease)
+  grads = runs.traced.select_kind(outs, "grads")
   return (
     2.0**-log2_decrease,
     bool(grads) and not _array_tests.is_any_nonzero(grads),
@@ -100,12 +91,3 @@ def _is_below_min_scale(traced: _tracing.TracedFunction, factor: float) -> bool:
   )
   new_scale = factor * min(float(np.min(scale)) for scale in scales)
   return traced.lowest_scale is not None and new_scale < traced.lowest_scale
-
-
-def _has_finite_grads(
-  traced: _tracing.TracedFunction, outs: Sequence[Any]
-) -> bool:
-  """Return whether all gradients are finite."""
-  return _array_tests.all_finite(
-    traced.select_kind(outs, "grads") + traced.select_kind(outs, "unscaled")
-  )

@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from optax_lossscale.diagnostics import _array_tests, _progress
-from optax_lossscale.diagnostics._overflow import (
+from optax_lossscale._jaxprs import _regions
+from optax_lossscale.diagnostics import (
+  _array_tests,
   _eqn_stats,
   _instrumented_program,
-  _regions,
+  _progress,
 )
 
 # A program with more equations is not compiled as a whole for a second time.

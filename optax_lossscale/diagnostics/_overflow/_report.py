@@ -8,8 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale.diagnostics import _dtype_limits, _report_format
-from optax_lossscale.diagnostics._overflow import _domains, _eqn_stats
+from optax_lossscale.diagnostics import (
+  _dtype_limits,
+  _eqn_stats,
+  _report_format,
+)
+from optax_lossscale.diagnostics._overflow import _domains
 
 MATMULS = {"conv_general_dilated", "dot_general", "ragged_dot_general"}
 _EXPONENTIALS = set(_dtype_limits.OVERFLOW_THRESHOLDS)

@@ -4,6 +4,7 @@ Only scalars are added to the program, and only scalars leave the device: for
 each checked value (see ``_regions``), the iteration in which it first was not
 finite; and for each *measured* equation, what a report needs. A measured
 equation can also be *healed*: its nonfinite results are replaced by a number.
+The values of tags can be *replaced* by any number, to see what depends on them.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -15,11 +16,22 @@ from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._jaxprs import _eqns, _interpret, _state_threading
-from optax_lossscale.diagnostics import _effects, _host_values
-from optax_lossscale.diagnostics._overflow import _eqn_stats, _regions
+from optax_lossscale._jaxprs import (
+  _eqns,
+  _interpret,
+  _regions,
+  _state_threading,
+)
+from optax_lossscale.diagnostics import (
+  _effects,
+  _eqn_stats,
+  _host_values,
+  _outputs,
+)
 
 _NEVER = np.iinfo(np.int32).max
+# The kinds of tags whose values can be replaced.
+_REPLACEABLE_KINDS = {"unscaled", "masked_updates"}
 
 
 class RunRecord(NamedTuple):
@@ -77,6 +89,13 @@ class InstrumentedProgram:
       if output_indices is None
       else output_indices
     )
+    # The measured program is not run with replaced values.
+    self.replaceable = {
+      key: group
+      for key, group in _outputs.list_tags(regions).items()
+      if group.kind in _REPLACEABLE_KINDS and not measured
+    }
+    self._groups = list(dict.fromkeys(self.replaceable.values()))
     self._run = jax.jit(self._eval_program, compiler_options=compiler_options)
 
   def run(
@@ -84,6 +103,7 @@ class InstrumentedProgram:
     inputs: Sequence[Any],
     healed: Collection[_regions.Key] = (),
     *,
+    replaced: Mapping[_outputs.TagGroup, float] | None = None,
     has_prints: bool = False,
   ) -> RunRecord:
     """Run the program.
@@ -91,6 +111,7 @@ class InstrumentedProgram:
     Args:
       inputs: its inputs.
       healed: the positions of the equations to heal.
+      replaced: for some groups of tags, the number that replaces their values.
       has_prints: whether this run prints and logs what the program does.
 
     Returns:
@@ -98,6 +119,10 @@ class InstrumentedProgram:
     """
     shared = _Inputs(
       np.array([key in healed for key in self.measured], bool),
+      {
+        group: np.float32((replaced or {}).get(group, np.nan))
+        for group in self._groups
+      },
       np.bool_(has_prints),
     )
     with np.errstate(all="ignore"):  # JAX folds casts of literals with NumPy.
@@ -133,10 +158,13 @@ class _Inputs(NamedTuple):
 
   Attributes:
     is_healed: whether each measured equation is healed; bool[equations].
+    substitutes: the number that replaces the values of the tags of each group,
+      or NaN; float32[].
     has_prints: whether equations that print are run; bool[].
   """
 
   is_healed: Any
+  substitutes: dict[_outputs.TagGroup, Any]
   has_prints: Any
 
 
@@ -154,8 +182,17 @@ class _Instrumenter(_effects.PrintRemover):
     self._checked = set(program.checked)
     self._measured = program.measured
     # The equations that are measured, or have a checked result.
-    self._changed = {*program.measured, *(key[:-1] for key in program.checked)}
-    self._keys_by_eqn: dict[_regions.Key, set[_regions.Key]] = {}
+    self._changed = {
+      *program.measured,
+      *program.replaceable,
+      *(key[:-1] for key in program.checked),
+    }
+    self._replaceable = program.replaceable
+    self._keys_by_eqn: dict[_regions.Key, set[_regions.Key]] = {
+      key[:i]: set()
+      for key in program.replaceable
+      for i in range(1, len(key) - 1, 2)
+    }
     for key in [*program.checked, *program.measured]:
       # The state of the value in whose region an equation is, is read.
       keys = self._checked & {key, self._measured.get(key, key)} | {key}
@@ -209,6 +246,9 @@ class _Instrumenter(_effects.PrintRemover):
   ) -> Sequence[Any]:
     outs = super().eval_eqn(visit, inputs, state)
     eqn, frame, key = visit.eqn, visit.frame, visit.path
+    if key in self._replaceable:
+      x = self.shared.substitutes[self._replaceable[key]]
+      outs = [jnp.where(jnp.isnan(x), y, jnp.full_like(y, x)) for y in outs]
     if key in self._measured:
       stats = _eqn_stats.measure_eqn(eqn, inputs, outs)
       value_state = state.get(self._measured[key], np.zeros(1, np.int32))

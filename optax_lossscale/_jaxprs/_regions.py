@@ -10,7 +10,7 @@ as many others as necessary to keep regions small.
 A set of equations, checked values and inputs is an int with a bit for each.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 import functools
 import operator
 from typing import Any, NamedTuple
@@ -68,6 +68,30 @@ class Regions(NamedTuple):
     """Return the positions of the loops around a key, the outermost first."""
     prefixes = (key[: i + 1] for i in range(0, len(key) - 2, 2))
     return [prefix for prefix in prefixes if prefix in self.loops]
+
+  def is_argument_output(self, index: int) -> bool:
+    """Return whether an output of the program is one of its arguments."""
+    sources = self._unpack(get_output_key(index))
+    return len(sources) == 1 and is_argument(sources[0])
+
+  def find_descendants(self, sources: Collection[Key]) -> set[Key]:
+    """Return the checked values and outputs that depend on any of these keys.
+
+    Loops and branches are followed, but no integer, predicate or Ref.
+
+    Args:
+      sources: positions of equations, or arguments.
+    """
+    indices = {key: i for i, key in enumerate(self.keys)}
+    labels = sum(1 << indices[key] for key in sources if key in indices)
+    found: set[Key] = set()
+    while True:
+      new = {key for key, reads in self.reads.items() if reads & labels} - found
+      if not new:
+        return found
+      found |= new
+      for key in new & indices.keys():
+        labels |= 1 << indices[key]
 
   def _unpack(self, key: Key) -> list[Key]:
     labels, keys = self.reads.get(key, 0), []

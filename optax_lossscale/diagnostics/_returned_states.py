@@ -1,0 +1,408 @@
+"""Check by values that a step returns the loss-scale state of ``update``."""
+
+from collections.abc import Collection, Iterator, Sequence
+import math
+from typing import Any
+
+import numpy as np
+
+from optax_lossscale._jaxprs import _eqns
+from optax_lossscale.diagnostics import (
+  _array_tests,
+  _host_values,
+  _outputs,
+  _problem,
+  _scaling_mistakes,
+  _step_runs,
+  _tracing,
+)
+
+_OLD_STATE = _problem.Problem(
+  "The step returns an old loss-scale state instead of the one that update"
+  " returns, so the loss scale never changes.",
+  "Return the opt_state that update returns, unchanged:"
+  " updates, opt_state = tx.update(grads, opt_state, params).",
+)
+_NO_STATE = _problem.Problem(
+  "The step does not return the opt_state that update returns, so the loss"
+  " scale never changes, and the optimizer learns nothing from its steps.",
+  "Return it: updates, opt_state = tx.update(grads, opt_state, params).",
+)
+_OLD_INNER_STATE = _problem.Problem(
+  "The step returns an old state of the inner optimizer, which learns nothing"
+  " from its steps.",
+  "Return the opt_state that update returns, unchanged:"
+  " updates, opt_state = tx.update(grads, opt_state, params).",
+)
+_STATE_PUT_BACK = _problem.Problem(
+  "After an overflow the step returns the old loss-scale state, so the loss"
+  " scale never decreases: after the first overflow, every step is skipped.",
+  "Return the opt_state that update returns, unchanged, since"
+  " with_loss_scaling already keeps the old optimizer state of a skipped step."
+  " Select only other state, such as batch statistics, with"
+  " ols.select_if_finite.",
+)
+MULTI_STEPS = _problem.Problem(
+  "optax.MultiSteps is around with_loss_scaling. It hides an overflow of the"
+  " first micro-batches from update, and keeps the old loss-scale state.",
+  "Put it inside: ols.with_loss_scaling(optax.MultiSteps(inner, n)).",
+)
+_MEMBER_STATE = _problem.Problem(
+  "If only the last of {size} members overflows, its loss-scale state is not"
+  " the one that update returns, so its loss scale never decreases: after its"
+  " first overflow, every step of this member is skipped.",
+  "Return the state of each member: jax.vmap(tx.update)(grads, opt_state,"
+  " params).",
+)
+_CONSTANT_SCALE = _problem.Problem(
+  "The step returns a constant loss scale, so it never decreases: if the scale"
+  " is too high, every step is skipped.",
+  "Call ols.set_loss_scale once, before training, and return the opt_state that"
+  " update returns, unchanged.",
+)
+_RAISED_SCALE = _problem.Problem(
+  "The step returns a higher loss scale than update does ({scale:g} instead of"
+  " {new_scale:g}): if an overflow needs a lower one, every later step is"
+  " skipped.",
+  "Return the opt_state that update returns, unchanged. A policy has bounds of"
+  " its own: ols.DynamicLossScale(min_scale=..., max_scale=...).",
+)
+_UNUSED_STATE = _problem.Problem(
+  "update does not use the loss-scale state among the arguments of the step, so"
+  " the loss scale never changes.",
+  "Call tx.init once, before training, and pass its state to ols.value_and_grad"
+  " and update.",
+)
+_NO_UPDATE_AFTER_OVERFLOW = _problem.Problem(
+  "update does not run if the gradients overflow, since a branch tests whether"
+  " they are finite. So the loss scale never decreases: after the first"
+  " overflow, every step is skipped.",
+  "Call update outside of the branch, since with_loss_scaling skips bad steps.",
+)
+_ADJUSTED_TWICE = _problem.Problem(
+  "After update, the step adjusts the loss-scale state again, so the loss scale"
+  " decreases twice as fast.",
+  "Drop policy.adjust, since update adjusts the state, and return the opt_state"
+  " that update returns.",
+)
+_FIRST_STATE_IN_LOOP = _problem.Problem(
+  "Each iteration of the loop starts update from the same state: {count}"
+  " skipped iterations in a row count as one, and the optimizer forgets all but"
+  " the last iteration.",
+  "Carry the opt_state through the loop together with the parameters:"
+  " jax.lax.scan(body, (params, opt_state), batches).",
+)
+_WAITS = (
+  "what the step returns: a condition keeps the old parameters and the old"
+  " opt_state in this step. Check one in which update is applied."
+)
+
+# The power of two with which gradients that do not overflow still don't.
+_LOG2_DECREASE = -8
+
+
+def check_dependence(
+  traced: _tracing.TracedFunction, ran_indices: Sequence[int]
+) -> list[_problem.Problem] | None:
+  """Check that the results may depend on the state that each `update` returns.
+
+  Args:
+    traced: the step.
+    ran_indices: the indices of the updates that ran.
+
+  Returns:
+    The mistakes; None if no result is an optimizer state.
+  """
+  states = [x for x in traced.outputs if x.kind == "state_scale"]
+  # A state may be returned as a list of leaves, which nothing identifies.
+  results = [x for x in traced.outputs if x.kind in _outputs.RETURNED_KINDS]
+  returned = frozenset().union(*(x.new_scales for x in states or results))
+  if not states and not returned:
+    return None
+  mistakes = []
+  if {*ran_indices} - returned - _list_inner_updates(traced):
+    mistakes.append(_OLD_STATE if states else _NO_STATE)
+  elif _has_old_inner_state(traced):
+    mistakes.append(_OLD_INNER_STATE)
+  return mistakes
+
+
+def _list_inner_updates(traced: _tracing.TracedFunction) -> set[int]:
+  """Return the updates on whose results the gradients of others depend.
+
+  The state of such a virtual or inner update may be dropped on purpose.
+  """
+  return {i for x in traced.grad_outputs for i in x.new_updates - {x.group}}
+
+
+def _has_old_inner_state(traced: _tracing.TracedFunction) -> bool:
+  """Return whether all arrays of an inner state are those of the arguments."""
+  regions, outvars = traced.get_regions(), traced.closed_jaxpr.jaxpr.outvars
+  rows = [
+    (output, i)
+    for i, output in enumerate(traced.outputs)
+    if output.kind in _outputs.RETURNED_KINDS
+    and "inner_state" in _outputs.split_name(output.name)
+    and "hyperparams" not in _outputs.split_name(output.name)
+  ]
+  arrays = [i for _, i in rows if _eqns.get_shape(outvars[i])]
+  return (
+    bool(arrays)
+    and all(map(regions.is_argument_output, arrays))
+    and not any(output.depends_on_update for output, _ in rows)
+  )
+
+
+def check_after_overflow(
+  runs: _step_runs.StepRuns,
+  overflow_outs: Sequence[Any],
+  summed_updates: Collection[int],
+) -> Iterator[_problem.Problem | str]:
+  """Check the loss-scale states that come back after an overflow.
+
+  Each must have a count of skipped steps, and a loss scale, that an `update`
+  returned.
+
+  Args:
+    runs: the runs of the step.
+    overflow_outs: its outputs after an overflow.
+    summed_updates: the updates that are added to parameters.
+
+  Yields:
+    Mistakes, and sentences on what could not be checked.
+  """
+  traced = runs.traced
+  if _has_multi_steps(traced):
+    yield MULTI_STEPS
+    return
+  flags = _scaling_mistakes.read_applied_flags(traced, runs.outs)
+  overflow_flags = _scaling_mistakes.read_applied_flags(traced, overflow_outs)
+  pairs = zip(flags, overflow_flags, strict=True)
+  if any((x >= 0).any() and (y < 0).all() for x, y in pairs):
+    yield _NO_UPDATE_AFTER_OVERFLOW
+  is_returned, is_waiting = _compare_counts(runs, overflow_outs)
+  if _has_update_without(is_returned):
+    state_counts = _read(traced, overflow_outs, "state_skip_count")
+    new_counts = _read(traced, overflow_outs, "new_skip_count")
+    if np.max(state_counts[0]) > max(map(np.max, new_counts)):
+      yield _ADJUSTED_TWICE
+    else:
+      yield _STATE_PUT_BACK
+  elif is_waiting:
+    yield _WAITS
+  else:
+    yield from _check_loop(traced, overflow_outs, summed_updates)
+
+
+def _compare_counts(
+  runs: _step_runs.StepRuns, overflow_outs: Sequence[Any]
+) -> tuple[list[tuple[frozenset[int], bool]], bool]:
+  """Compare the counts of skipped steps with those that each `update` returns.
+
+  If a condition keeps the old parameters, it may keep the old state, too.
+
+  Returns:
+    For each state whose updates were all skipped, these updates, and whether
+    its count is that of an update, or is kept back; and whether any is.
+  """
+  traced = runs.traced
+  flags = _scaling_mistakes.read_applied_flags(traced, overflow_outs)
+  skipped = {i for i, flag in enumerate(flags) if (flag == 0).any()}
+  new_counts = _read(traced, overflow_outs, "new_skip_count")
+  state_counts = _read(traced, overflow_outs, "state_skip_count")
+  is_returned = []
+  any_waits = False
+  for indices, count in zip(_list_states(traced), state_counts, strict=True):
+    if not indices or not indices <= skipped or not new_counts:
+      continue
+    mask = np.any([_match(count, new_counts[i]) for i in indices], axis=0)
+    if not mask.all():
+      is_kept = ~mask & ~_find_moved(runs, overflow_outs, indices, count.shape)
+      any_waits |= bool(is_kept.any())
+      mask |= is_kept
+    is_returned.append((indices, bool(mask.all())))
+  return is_returned, any_waits
+
+
+def _match(count: np.ndarray, new_count: np.ndarray) -> np.ndarray:
+  """Return which members of an ensemble have a count that an update returned.
+
+  Args:
+    count: the counts of skipped steps that the step returned.
+    new_count: those that `update` returned. Those of a loop are stacked.
+  """
+  size = new_count.ndim - count.ndim
+  if size >= 0 and new_count.shape[size:] == count.shape:
+    return (new_count.reshape((-1, *count.shape)) == count).any(axis=0)
+  return np.isin(count, new_count)
+
+
+def _find_moved(
+  runs: _step_runs.StepRuns,
+  overflow_outs: Sequence[Any],
+  indices: frozenset[int],
+  shape: tuple[int, ...],
+) -> np.ndarray:
+  """Return whether an overflow changes results of these updates.
+
+  Args:
+    runs: the runs of the step.
+    overflow_outs: its outputs after an overflow.
+    indices: the updates.
+    shape: the shape of the loss scale: empty, or that of an ensemble.
+
+  Returns:
+    A flag for each member of the ensemble, with this shape.
+  """
+  pairs = [
+    (x, y)
+    for output, x, y in zip(
+      runs.traced.outputs, runs.outs, overflow_outs, strict=True
+    )
+    if output.kind in _outputs.RETURNED_KINDS
+    and indices & output.new_updates
+    and not output.in_scale_state
+    and x.shape[: len(shape)] == shape
+  ]
+  rows = [_array_tests.find_different_rows(x, y, len(shape)) for x, y in pairs]
+  return (
+    np.any(_host_values.to_host(rows), axis=0)
+    if rows
+    else (np.ones(shape, bool))
+  )
+
+
+def _check_loop(
+  traced: _tracing.TracedFunction,
+  overflow_outs: Sequence[Any],
+  summed_updates: Collection[int],
+) -> Iterator[_problem.Problem]:
+  """Check that the iterations of a loop hand on the state of `update`.
+
+  If the updates of all iterations are added to the parameters, the iterations
+  are steps one after the other.
+  """
+  regions = traced.get_regions()
+  in_loop = {
+    tag.group
+    for key, tag in _outputs.list_tags(regions).items()
+    if tag.kind == "applied" and regions.list_loops(key)
+  }.intersection(summed_updates)
+  state_counts = _read(traced, overflow_outs, "state_skip_count")
+  flags = _scaling_mistakes.read_applied_flags(traced, overflow_outs)
+  new_counts = _read(traced, overflow_outs, "new_skip_count")
+  for i, (flag, count) in enumerate(zip(flags, new_counts, strict=False)):
+    skipped = count[flag == 0] if count.shape == flag.shape else count[:0]
+    is_scalar = all(x.size == 1 for x in state_counts)
+    has_several = i in in_loop and is_scalar and skipped.size > 1
+    if has_several and np.min(skipped) == np.max(skipped):
+      yield _problem.fill_in_names(_FIRST_STATE_IN_LOOP, count=skipped.size)
+      return
+
+
+def check_with_other_scales(
+  runs: _step_runs.StepRuns,
+) -> list[_problem.Problem]:
+  """Check that a step with another loss scale returns another loss scale.
+
+  So must each `update`, or it uses another state than that of the arguments.
+  """
+  traced = runs.traced
+  overflow_outs = runs.overflow_outs
+  decreased_outs = runs.run_with_factor(2.0**_LOG2_DECREASE)
+  inner_updates = _list_inner_updates(traced)
+  pairs = zip(
+    _read(traced, runs.outs, "update_scale"),
+    _read(traced, decreased_outs, "update_scale"),
+    strict=True,
+  )
+  if any(
+    np.array_equal(x, y)
+    for i, (x, y) in enumerate(pairs)
+    if i not in inner_updates
+  ):
+    return [_UNUSED_STATE]
+  assert overflow_outs is not None
+  triples = zip(
+    _list_states(traced),
+    _read(traced, overflow_outs, "state_scale"),
+    _read(traced, decreased_outs, "state_scale"),
+    strict=True,
+  )
+  is_variable = [
+    (indices, not np.array_equal(x, y)) for indices, x, y in triples
+  ]
+  if _has_update_without(is_variable):
+    return [_CONSTANT_SCALE]
+  return _check_bounds(traced, decreased_outs) or _check_members(runs)
+
+
+def _check_bounds(
+  traced: _tracing.TracedFunction, outs: Sequence[Any]
+) -> list[_problem.Problem]:
+  """Check that no returned loss scale is above those of its updates."""
+  scales = _read(traced, outs, "state_scale")
+  new_scales = _read(traced, outs, "new_scale")
+  for indices, scale in zip(_list_states(traced), scales, strict=True):
+    new = [np.max(x) for i, x in enumerate(new_scales) if i in indices]
+    highest = max(new, default=math.inf)
+    if np.max(scale) > highest:
+      return [
+        _problem.fill_in_names(
+          _RAISED_SCALE, scale=float(np.max(scale)), new_scale=float(highest)
+        )
+      ]
+  return []
+
+
+def _check_members(runs: _step_runs.StepRuns) -> list[_problem.Problem]:
+  """Check the state of an ensemble of which only the last member overflows."""
+  traced = runs.traced
+  sizes = {traced.inputs[i].size for i in traced.scale_indices}
+  if sizes == {1}:
+    return []
+  inputs = list(traced.inputs)
+  for i in traced.scale_indices:
+    factor = np.ones(inputs[i].shape, inputs[i].dtype)
+    factor[..., -1:] = math.inf
+    inputs[i] = inputs[i] * factor
+  outs = runs.run(inputs)
+  is_returned, _ = _compare_counts(runs, outs)
+  if _has_update_without(is_returned):
+    return [_problem.fill_in_names(_MEMBER_STATE, size=max(sizes))]
+  return []
+
+
+def _list_states(traced: _tracing.TracedFunction) -> list[frozenset[int]]:
+  """Return the updates that each loss-scale state of the results depends on."""
+  return [x.new_scales for x in traced.outputs if x.kind == "state_scale"]
+
+
+def _has_update_without(flags: Sequence[tuple[frozenset[int], bool]]) -> bool:
+  """Return whether no state of an update has a flag.
+
+  A step may return several states of an update, such as that of the best step.
+
+  Args:
+    flags: for each state, the updates that it depends on, and its flag.
+  """
+  updates = {i for indices, _ in flags for i in indices}
+  return any(
+    not any(flag for indices, flag in flags if i in indices) for i in updates
+  )
+
+
+def _has_multi_steps(traced: _tracing.TracedFunction) -> bool:
+  """Return whether the loss-scale state is inside of one of `MultiSteps`."""
+  names = [traced.input_names[i] for i in traced.scale_indices]
+  return any("inner_opt_state" in _outputs.split_name(name) for name in names)
+
+
+def _read(
+  traced: _tracing.TracedFunction, outs: Sequence[Any], kind: str
+) -> list[np.ndarray]:
+  """Return the values of the outputs of one kind."""
+  values: list[np.ndarray] = _host_values.to_host(
+    traced.select_kind(outs, kind)
+  )
+  return values

@@ -1,0 +1,82 @@
+"""The runs of a step with something changed, which several checks share."""
+
+from collections.abc import Callable, Mapping, Sequence
+import functools
+import math
+from typing import Any
+
+import jax
+
+from optax_lossscale.diagnostics import _array_tests, _outputs, _tracing
+
+# Takes the inputs of a program, and numbers that replace the values of tags.
+RunFn = Callable[..., Sequence[Any]]
+Replacements = Mapping[_outputs.TagGroup, float]
+
+
+class StepRuns:
+  """Runs a step with other inputs; nothing is compiled for it.
+
+  Args:
+    traced: the step.
+    run: a function from its inputs, and the numbers that replace tagged values,
+      to its outputs.
+    outs: its outputs.
+
+  The arguments are attributes, too.
+  """
+
+  def __init__(
+    self, traced: _tracing.TracedFunction, run: RunFn, outs: Sequence[Any]
+  ) -> None:
+    self.traced, self.run, self.outs = traced, run, outs
+    self._is_finite_by_decrease: dict[int, bool] = {}
+
+  @functools.cached_property
+  def overflow_outs(self) -> Sequence[Any] | None:
+    """The outputs with loss scales of inf; None if the step raises an error."""
+    return self.run_with_overflow(self.traced.scale_indices)
+
+  def run_with_overflow(
+    self, indices: Sequence[int], replaced: Replacements | None = None
+  ) -> Sequence[Any] | None:
+    """Run the step with inf as some of its loss scales.
+
+    Args:
+      indices: the inputs that become inf.
+      replaced: the numbers that replace tagged values.
+
+    Returns:
+      Its outputs; None if it raises an error then.
+    """
+    inputs = self.traced.scale_inputs(math.inf, indices)
+    try:
+      # Wait for the results, since an error of a callback is raised with them.
+      return jax.block_until_ready(self.run(inputs, replaced))
+    except Exception:  # JAX raises errors of callbacks as several types.
+      return None
+
+  def run_with_factor(self, factor: Any) -> Sequence[Any]:
+    """Run the step with all loss scales times a factor."""
+    return self.run(self.traced.scale_inputs(factor))
+
+  def run_replaced(self, replaced: Replacements) -> Sequence[Any]:
+    """Run the step with numbers in place of tagged values."""
+    return self.run(self.traced.inputs, replaced)
+
+  def has_finite_grads_at(self, log2_decrease: int) -> bool:
+    """Return whether the gradients are finite with a lower loss scale."""
+    known = self._is_finite_by_decrease
+    if log2_decrease not in known:
+      outs = self.run_with_factor(2.0**-log2_decrease)
+      known[log2_decrease] = has_finite_grads(self.traced, outs)
+    return known[log2_decrease]
+
+
+def has_finite_grads(
+  traced: _tracing.TracedFunction, outs: Sequence[Any]
+) -> bool:
+  """Return whether all gradients are finite."""
+  return _array_tests.all_finite(
+    traced.select_kind(outs, "grads") + traced.select_kind(outs, "unscaled")
+  )
