@@ -5,17 +5,15 @@ import itertools
 import math
 from typing import Any
 
-from jax.extend import core
 import jax.numpy as jnp
 
-from optax_lossscale._jaxprs import _eqns, _walk
+from optax_lossscale._jaxprs import _eqns
 from optax_lossscale.diagnostics import (
   _array_tests,
   _outputs,
   _problem,
   _scaling_mistakes,
   _step_runs,
-  _tracing,
 )
 
 NO_PARAMS = _problem.Problem(
@@ -51,17 +49,20 @@ _FLOAT32_EPS = float(jnp.finfo(jnp.float32).eps)
 
 
 def check_dependence(
-  traced: _tracing.TracedFunction, ran_indices: Sequence[int]
+  runs: _step_runs.StepRuns, ran_indices: Sequence[int]
 ) -> list[_problem.Problem] | None:
-  """Check that the results may depend on the updates of each `update`.
+  """Check that the results depend on the updates of each `update`.
+
+  A value that depends on them through integers or Refs follows them.
 
   Args:
-    traced: the step.
+    runs: the runs of the step.
     ran_indices: the indices of the updates that ran.
 
   Returns:
     The mistakes; None if no result may be a new parameter.
   """
+  traced = runs.traced
   outvars = traced.closed_jaxpr.jaxpr.outvars
   pairs = [
     (output, _eqns.get_shape(var))
@@ -76,15 +77,16 @@ def check_dependence(
     *(
       output.new_updates
       for output, shape in pairs
-      if output.kind in ("metric", *_outputs.RETURNED_KINDS)
+      if output.kind in _outputs.RETURNED_KINDS
       and not output.in_scale_state
       and _may_be_param(shape, all_shapes)
     )
   )
-  if not returned:
-    return None if shapes_by_update else []
-  is_missing = not returned.issuperset(shapes_by_update.keys() & {*ran_indices})
-  return [NO_PARAMS] if is_missing else []
+  missing = (shapes_by_update.keys() & {*ran_indices}) - returned
+  missing = {i for i in missing if not _responds(runs, i, None)}
+  if missing and not returned:
+    return None
+  return [NO_PARAMS] if missing else []
 
 
 def check_changes(
@@ -115,8 +117,7 @@ def check_changes(
       and not output.in_scale_state
       and i in output.new_updates
     ]
-    # A scalar may be a metric, unless the parameters are scalars.
-    pairs = [(x, y) for x, y in pairs if x.size > 1] or pairs
+    pairs = _drop_scalars(pairs)
     has_changed = _array_tests.is_any_different(pairs)
     updates = [
       x
@@ -133,6 +134,14 @@ def check_changes(
       yield (
         _UNCHANGED_PARAMS if _responds(runs, i, overflow_outs) else (_KEPT_BACK)
       )
+
+
+def _drop_scalars(pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+  """Return the pairs of arrays; of scalars, if there are no others.
+
+  A scalar may be a metric, unless the parameters are scalars.
+  """
+  return [(x, y) for x, y in pairs if x.size > 1] or pairs
 
 
 def _responds(
@@ -153,11 +162,15 @@ def _responds(
   else:
     before = overflow_outs
     outs = runs.run_with_overflow(runs.traced.scale_indices, replaced)
-  return outs is not None and _array_tests.is_any_different(
+  if outs is None:
+    return False
+  pairs = [
     (x, y)
     for output, x, y in zip(runs.traced.outputs, before, outs, strict=True)
-    if output.kind in _outputs.RETURNED_KINDS and update in output.new_updates
-  )
+    if output.kind in ("integers", *_outputs.RETURNED_KINDS)
+    and not output.in_scale_state
+  ]
+  return _array_tests.is_any_different(_drop_scalars(pairs))
 
 
 def _explain_unchanged_params(
@@ -247,19 +260,3 @@ def _may_be_param(
   return is_param_shape or math.prod(shape) >= min(
     map(math.prod, update_shapes), default=0
   )
-
-
-def converts_to_integers(traced: _tracing.TracedFunction) -> bool:
-  """Return whether parameters may be quantized or rounded by their bits."""
-
-  def converts(eqn: core.JaxprEqn) -> bool:
-    is_cast = eqn.primitive.name == "convert_element_type"
-    if not is_cast and eqn.primitive.name != "bitcast_convert_type":
-      return False
-    avals: list[Any] = [eqn.invars[0].aval, eqn.outvars[0].aval]
-    old, new = (aval.dtype for aval in avals)
-    is_quantized = jnp.issubdtype(new, jnp.integer) and new.itemsize == 1
-    return jnp.issubdtype(old, jnp.inexact) and (is_quantized or not is_cast)
-
-  search = _walk.EqnSearch(converts, _eqns.subjaxprs)
-  return search.any_in_jaxpr(traced.closed_jaxpr.jaxpr)

@@ -217,7 +217,9 @@ def _run_reports(
     )
   if comparison is None:  # Otherwise it has measured the scaling in float32.
     search.mistakes.extend(_find_overflow.measure_scaling(search))
-  returned = _returned_values.check_returned_values(runs)
+  returned = _returned_values.check_returned_values(
+    search.finite_runs, runs.outs
+  )
   return _Results(precision, search, comparison, returned)
 
 

@@ -35,7 +35,8 @@ class Output(NamedTuple):
   """An output of a traced function.
 
   Attributes:
-    kind: ``"result"``; ``"metric"``, a result that replaces no argument;
+    kind: ``"result"``; ``"integers"``, a result of an integer dtype, such as
+      quantized parameters; ``"metric"``, a result that replaces no argument;
       ``"argument"``, if it was changed in place; or the kind of a tag:
       ``"grads"``, the gradients that `update` receives; ``"updates"``;
       ``"applied"``, which is 1 or 0, or -1 if `update` did not run;
@@ -95,9 +96,9 @@ def collect_float_results(
   ]
   names = _paths.leaf_names(path for _, path, _ in leaves)
   return [
-    (Output("result", name, i), leaf)
+    (Output("result" if _is_float_array(leaf) else "integers", name, i), leaf)
     for name, (i, _, leaf) in zip(names, leaves, strict=True)
-    if _is_float_array(leaf)
+    if _is_float_array(leaf) or _is_quantized(leaf)
   ]
 
 
@@ -211,7 +212,7 @@ def distinguish_metrics(
 ) -> list[Output]:
   """Return outputs, with the kind ``"metric"`` of results that are no state.
 
-  A metric may be infinite in a sound step. A result that has the type of an
+  A metric may be infinite in a sound step. An array that has the type of an
   argument and the same key at the end of its path may be its next value, such
   as batch statistics.
   """
@@ -228,7 +229,10 @@ def distinguish_metrics(
 
   return [
     output._replace(kind="metric")
-    if output.kind == "result" and not replaces_argument(output, var)
+    if output.kind == "result"
+    and not output.depends_on_update
+    and not output.new_scales
+    and (_get_type(var)[0] == () or not replaces_argument(output, var))
     else output
     for output, var in zip(outputs, outvars, strict=True)
   ]
@@ -344,6 +348,11 @@ def is_half_var(var: Any) -> bool:
 
 def _get_type(var: Any) -> Any:
   return getattr(var.aval, "shape", None), getattr(var.aval, "dtype", None)
+
+
+def _is_quantized(leaf: Any) -> bool:
+  is_array = _arrays.is_array_like(leaf) and hasattr(leaf, "dtype")
+  return is_array and jnp.issubdtype(leaf.dtype, jnp.integer)
 
 
 def _is_float_array(leaf: Any) -> bool:

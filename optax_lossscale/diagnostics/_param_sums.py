@@ -129,10 +129,11 @@ class ParamSums:
     indices = {x.param_index for x in self.sums}
     if not indices or not traced.select_kind(self._runs.outs, "loss"):
       return []
-    # The factor alone would not change zeros.
+    # Far away, since another number may be added that is large. The factor alone
+    # would not change zeros.
     outs = self._runs.run(
       [
-        (1.125 * x + 2**-7).astype(x.dtype) if i in indices else x
+        (1024 * x + 1).astype(x.dtype) if i in indices else x
         for i, x in enumerate(traced.inputs)
       ]
     )
@@ -158,7 +159,7 @@ def _has_new_params(runs: _step_runs.StepRuns, x: "_UpdatedParam") -> bool:
     for output, before, after in zip(
       runs.traced.outputs, runs.outs, outs, strict=True
     )
-    if output.kind in ("metric", *_outputs.RETURNED_KINDS)
+    if output.kind in _outputs.RETURNED_KINDS
     and output.new_updates
     and before.shape == x.update.shape
   ]

@@ -23,7 +23,7 @@ _OLD_STATE = _problem.Problem(
   "Return the opt_state that update returns, unchanged:"
   " updates, opt_state = tx.update(grads, opt_state, params).",
 )
-_NO_STATE = _problem.Problem(
+NO_STATE = _problem.Problem(
   "The step does not return the opt_state that update returns, so the loss"
   " scale never changes, and the optimizer learns nothing from its steps.",
   "Return it: updates, opt_state = tx.update(grads, opt_state, params).",
@@ -102,17 +102,18 @@ _LOG2_DECREASE = -8
 
 
 def check_dependence(
-  traced: _tracing.TracedFunction, ran_indices: Sequence[int]
+  runs: _step_runs.StepRuns, ran_indices: Sequence[int]
 ) -> list[_problem.Problem] | None:
   """Check that the results may depend on the state that each `update` returns.
 
   Args:
-    traced: the step.
+    runs: the runs of the step.
     ran_indices: the indices of the updates that ran.
 
   Returns:
     The mistakes; None if no result is an optimizer state.
   """
+  traced = runs.traced
   states = [x for x in traced.outputs if x.kind == "state_scale"]
   # A state may be returned as a list of leaves, which nothing identifies.
   results = [x for x in traced.outputs if x.kind in _outputs.RETURNED_KINDS]
@@ -120,11 +121,26 @@ def check_dependence(
   if not states and not returned:
     return None
   mistakes = []
-  if {*ran_indices} - returned - _list_inner_updates(traced):
-    mistakes.append(_OLD_STATE if states else _NO_STATE)
+  missing = {*ran_indices} - returned - _list_inner_updates(traced)
+  if missing and not _counts_skips(runs):
+    mistakes.append(_OLD_STATE if states else NO_STATE)
   elif _has_old_inner_state(traced):
     mistakes.append(_OLD_INNER_STATE)
   return mistakes
+
+
+def _counts_skips(runs: _step_runs.StepRuns) -> bool:
+  """Return whether an overflow changes each count of skipped steps.
+
+  Values are not followed through a Ref, but they are in it.
+  """
+  if runs.overflow_outs is None:
+    return False
+  before, after = (
+    _read(runs.traced, outs, "state_skip_count")
+    for outs in (runs.outs, runs.overflow_outs)
+  )
+  return bool(before) and not any(map(np.array_equal, before, after))
 
 
 def _list_inner_updates(traced: _tracing.TracedFunction) -> set[int]:
@@ -207,6 +223,7 @@ def _compare_counts(
   """
   traced = runs.traced
   flags = _scaling_mistakes.read_applied_flags(traced, overflow_outs)
+  applied_flags = _scaling_mistakes.read_applied_flags(traced, runs.outs)
   skipped = {i for i, flag in enumerate(flags) if (flag == 0).any()}
   new_counts = _read(traced, overflow_outs, "new_skip_count")
   state_counts = _read(traced, overflow_outs, "state_skip_count")
@@ -215,8 +232,9 @@ def _compare_counts(
   for indices, count in zip(_list_states(traced), state_counts, strict=True):
     if not indices or not indices <= skipped or not new_counts:
       continue
+    applied = [applied_flags[i] for i in indices]
     mask = np.any([_match(count, new_counts[i]) for i in indices], axis=0)
-    if not mask.all():
+    if not mask.all() and any((x == 1).any() for x in applied):
       is_kept = ~mask & ~_find_moved(runs, overflow_outs, indices, count.shape)
       any_waits |= bool(is_kept.any())
       mask |= is_kept

@@ -10,7 +10,6 @@ smaller one, none do. The loss scale is an input, so nothing is compiled for it.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from optax_lossscale._jaxprs import _avals, _eqns, _walk
 from optax_lossscale.diagnostics import (
   _applied_updates,
   _array_tests,
@@ -75,11 +74,15 @@ class ReturnedValues(NamedTuple):
   passed: Sequence[str] = ()
 
 
-def check_returned_values(runs: _step_runs.StepRuns) -> ReturnedValues:
+def check_returned_values(
+  runs: _step_runs.StepRuns, outs_of_args: Sequence[Any]
+) -> ReturnedValues:
   """Check what a step returns after an applied and after a skipped step.
 
   Args:
-    runs: the runs of the step.
+    runs: the runs of the step, with finite gradients if possible.
+    outs_of_args: its outputs for its arguments, whose loss scale may be too
+      high.
   """
   traced, outs = runs.traced, runs.outs
   subject = "what the step returns"
@@ -87,18 +90,20 @@ def check_returned_values(runs: _step_runs.StepRuns) -> ReturnedValues:
   ran_indices = [i for i, flag in enumerate(flags) if (flag >= 0).any()]
   if traced.unreached_locations or not ran_indices:
     return ReturnedValues()
-  if _uses_refs(traced):
-    return ReturnedValues(limitations=[f"{subject}, since it uses a Ref"])
-  params_mistakes = _applied_updates.check_dependence(traced, ran_indices)
-  state_mistakes = _returned_states.check_dependence(traced, ran_indices)
+  params_mistakes = _applied_updates.check_dependence(runs, ran_indices)
+  state_mistakes = _returned_states.check_dependence(runs, ran_indices)
   if params_mistakes is None and state_mistakes is None:
     return ReturnedValues([_NOTHING_RETURNED])
-  mistakes = [*(state_mistakes or ()), *(params_mistakes or ())]
-  if mistakes == [
-    _applied_updates.NO_PARAMS
-  ] and _applied_updates.converts_to_integers(traced):
-    reason = "it converts floats to integers, which are not followed"
-    return ReturnedValues(limitations=[f"{subject}, since {reason}"])
+  mistakes = [
+    *(
+      [_returned_states.NO_STATE] if state_mistakes is None else state_mistakes
+    ),
+    *(
+      [_applied_updates.NO_PARAMS]
+      if params_mistakes is None
+      else params_mistakes
+    ),
+  ]
   if mistakes:
     return ReturnedValues(mistakes)
   passed = ["the new parameters and the new loss-scale state are returned"]
@@ -109,12 +114,13 @@ def check_returned_values(runs: _step_runs.StepRuns) -> ReturnedValues:
   if runs.overflow_outs is None:
     reason = "it raises an error then"
     return ReturnedValues([], [f"{subject}, since {reason}"], passed)
-  return _check_runs(runs, runs.overflow_outs, passed)
+  return _check_runs(runs, runs.overflow_outs, outs_of_args, passed)
 
 
 def _check_runs(
   runs: _step_runs.StepRuns,
   overflow_outs: Sequence[Any],
+  outs_of_args: Sequence[Any],
   passed: Sequence[str],
 ) -> ReturnedValues:
   """Check a step by its runs with other loss scales.
@@ -122,6 +128,7 @@ def _check_runs(
   Args:
     runs: the runs of the step.
     overflow_outs: its outputs after an overflow.
+    outs_of_args: its outputs for its arguments.
     passed: what is said of a step without mistakes.
   """
   param_sums = _param_sums.ParamSums(runs)
@@ -131,7 +138,7 @@ def _check_runs(
     *_returned_states.check_after_overflow(runs, overflow_outs, summed_updates),
     *_applied_updates.check_changes(runs, overflow_outs),
     *param_sums.find_mistakes(),
-    *_check_copies(runs.traced, runs.outs),
+    *_check_copies(runs.traced, outs_of_args),
     *_check_nan_state(runs.traced, runs.outs, overflow_outs),
   ]
   mistakes = [x for x in findings if isinstance(x, _problem.Problem)]
@@ -148,16 +155,6 @@ def _check_runs(
   limitations = [x for x in findings if isinstance(x, str)]
   passed = [] if mistakes or limitations else passed
   return ReturnedValues(mistakes, limitations, passed)
-
-
-def _uses_refs(traced: _tracing.TracedFunction) -> bool:
-  """Return whether any equation reads or writes a Ref.
-
-  Values are not followed through a Ref.
-  """
-  has_ref = lambda eqn: any(_avals.is_ref(v.aval) for v in eqn.invars)
-  search = _walk.EqnSearch(has_ref, _eqns.subjaxprs)
-  return search.any_in_jaxpr(traced.closed_jaxpr.jaxpr)
 
 
 def _find_hidden_overflows(

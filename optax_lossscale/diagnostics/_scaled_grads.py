@@ -139,7 +139,9 @@ class _Experiment:
         if len(runs.traced.scale_indices) == 1
         else runs.run_with_overflow([index])
       )
-      if outs is None:
+      if outs is None:  # The step raises an error if a gradient overflows.
+        for scales in self.scales_by_grad.values():
+          scales.add(index)
         continue
       for i in self._list_overflowing(outs):
         self.scales_by_grad[i].add(index)
@@ -147,8 +149,14 @@ class _Experiment:
         i for i in self._grads if not _array_tests.is_any_nonzero([outs[i]])
       }
       for k, scale in self._read_update_scales(outs).items():
-        if not np.array_equal(scale, update_scales[k]):
-          self._scales_by_update.setdefault(k, set()).add(index)
+        if np.array_equal(scale, update_scales[k]):
+          continue
+        self._scales_by_update.setdefault(k, set()).add(index)
+        # An earlier update of this step may have decreased the scale.
+        if not np.isinf(scale).any():
+          for i, output in self._grads.items():
+            if output.group == k:
+              self.scales_by_grad[i].add(index)
 
   def find_mistakes(self) -> Iterator[_problem.Problem]:
     """Yield the mistakes of all updates."""

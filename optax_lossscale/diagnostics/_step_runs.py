@@ -6,8 +6,14 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 
-from optax_lossscale.diagnostics import _array_tests, _outputs, _tracing
+from optax_lossscale.diagnostics import (
+  _array_tests,
+  _host_values,
+  _outputs,
+  _tracing,
+)
 
 # Takes the inputs of a program, and numbers that replace the values of tags.
 RunFn = Callable[..., Sequence[Any]]
@@ -31,6 +37,43 @@ class StepRuns:
   ) -> None:
     self.traced, self.run, self.outs = traced, run, outs
     self._is_finite_by_decrease: dict[int, bool] = {}
+    self._find_scale_inputs()
+
+  def with_lower_scale(self, factor: float) -> "StepRuns":
+    """Return the runs of the step with lower loss scales."""
+    inputs = self.traced.scale_inputs(factor)
+    return StepRuns(
+      self.traced._replace(inputs=inputs), self.run, self.run(inputs)
+    )
+
+  def _find_scale_inputs(self) -> None:
+    """Find loss scales in states that only the step recognizes.
+
+    The leaves of a state may be a list, for example. The loss scale of an
+    update must follow such an argument.
+    """
+    scales = self._read_update_scales(self.outs)
+    if self.traced.scale_indices or not scales:
+      return
+    candidates = [
+      (i, x)
+      for i, x in enumerate(self.traced.inputs)
+      if x.dtype == np.float32 and x.shape in [y.shape for y in scales]
+    ]
+    values = _host_values.to_host([x for _, x in candidates])
+    found = []
+    for (i, _), value in zip(candidates, values, strict=True):
+      if any(np.array_equal(value, y) for y in scales):
+        outs = self.run(self.traced.scale_inputs(0.5, [i]))
+        if not all(map(np.array_equal, scales, self._read_update_scales(outs))):
+          found.append(i)
+    self.traced = self.traced._replace(scale_indices=tuple(found))
+
+  def _read_update_scales(self, outs: Sequence[Any]) -> list[np.ndarray]:
+    values: list[np.ndarray] = _host_values.to_host(
+      self.traced.select_kind(outs, "update_scale")
+    )
+    return values
 
   @functools.cached_property
   def overflow_outs(self) -> Sequence[Any] | None:

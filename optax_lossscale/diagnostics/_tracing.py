@@ -257,9 +257,6 @@ def trace(
   _check_no_ref_consts(harvest.closed_jaxpr)
   outputs += _outputs.as_outputs(harvest.tagged_values)
   jaxpr = harvest.closed_jaxpr.jaxpr
-  outputs = _outputs.distinguish_metrics(
-    outputs, jaxpr.outvars, input_names, jaxpr.invars
-  )
   regions = None
   if not allow_abstract:
     regions = _regions.find_regions(
@@ -267,6 +264,10 @@ def trace(
     )
     outputs = _outputs.describe_dependence(
       harvest.closed_jaxpr, outputs, regions
+    )
+  if check_results:
+    outputs = _outputs.distinguish_metrics(
+      outputs, jaxpr.outvars, input_names, jaxpr.invars
     )
   return TracedFunction(
     harvest.closed_jaxpr,

@@ -27,6 +27,7 @@ from optax_lossscale._jaxprs import _higher_order, _provenance
 from optax_lossscale.diagnostics import (
   _compiler_options,
   _progress,
+  _step_runs,
   _tracing,
 )
 from optax_lossscale.diagnostics._comparison import (
@@ -58,8 +59,11 @@ def search_worst(fun, *args):
     "test", ols.autocast(fun), args, {}, progress=False
   ) as (traced, progress):
     run = jax.jit(core.jaxpr_as_fun(traced.closed_jaxpr))
-    result = _compare_precision.compare_traced(
-      traced, lambda x: run(*x), None, progress, measures_all=False
+    runs = _step_runs.StepRuns(
+      traced, lambda inputs, _=None: run(*inputs), run(*traced.inputs)
+    )
+    result = _compare_precision.compare_runs(
+      runs, traced.inputs, runs.outs, progress, measures_all=False
     )
   return result.report
 

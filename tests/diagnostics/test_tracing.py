@@ -20,12 +20,12 @@ import optax_lossscale as ols
 from optax_lossscale import _tags
 from optax_lossscale._jaxprs import _eqns
 from optax_lossscale.diagnostics import (
+  _eqn_stats,
   _tracing,
   compare_precision,
   find_overflow,
   precision_report,
 )
-from optax_lossscale.diagnostics._overflow import _eqn_stats
 
 # Some steps contain the same mistake as those of users.
 pytestmark = pytest.mark.filterwarnings(
@@ -463,7 +463,7 @@ def test_the_compiled_program_has_no_tags(monkeypatch):
   )
   with_marks = lowered()
   names = str(jax.make_jaxpr(step)(*args)).count("optax_lossscale|")
-  assert names == 4 * len(PARAMS) + 7
+  assert names == 5 * len(PARAMS) + 7
   monkeypatch.setattr(_tags, "checkpoint_name", lambda x, name: x)
   assert with_marks == lowered()
 

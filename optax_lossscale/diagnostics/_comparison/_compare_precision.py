@@ -139,7 +139,7 @@ def compare_precision(
     progress_line.set_description("running the function as trained")
     runs = _step_runs.StepRuns(traced, run, run(traced.inputs))
     scaled_grads = _scaled_grads.find_scaled_grads(runs)
-    runs.traced = traced._replace(outputs=scaled_grads.outputs)
+    runs.traced = runs.traced._replace(outputs=scaled_grads.outputs)
     comparison = compare_runs(
       runs, traced.inputs, runs.outs, progress_line, measures_all=True
     )

@@ -155,6 +155,8 @@ class SearchResult(NamedTuple):
     limitations: why a program without an origin may still be wrong, in
       sentences.
     runs: the runs of the program, with the loss scales of its gradients.
+    finite_runs: the same; if its outputs are not finite, with a loss scale with
+      which they are, if there is any.
     knows_scales: whether it is known how all gradients are scaled.
   """
 
@@ -162,7 +164,8 @@ class SearchResult(NamedTuple):
   mistakes: list[_problem.Problem]
   limitations: list[str]
   runs: _step_runs.StepRuns
-  knows_scales: bool = False
+  finite_runs: _step_runs.StepRuns
+  knows_scales: bool
 
 
 def search_traced(
@@ -180,7 +183,7 @@ def search_traced(
     program.run(inputs, replaced=replaced).outs
   )
   runs = _step_runs.StepRuns(traced, run, record.outs)
-  mistakes = _scaling_mistakes.check_applied_flags(traced, record.outs)
+  traced = runs.traced
   bad_outputs = [
     i
     for i in _array_tests.list_nonfinite(record.outs)
@@ -192,19 +195,28 @@ def search_traced(
       traced, program, record, bad_outputs, progress
     )
   ]
+  finite_runs = runs
+  if origins:
+    origins = _loss_scale_search.assess_loss_scale(runs, origins)
+    factor = next((x.scale_factor for x in origins if x.scale_factor), None)
+    finite_runs = runs.with_lower_scale(factor) if factor else runs
+  scaled_grads = _scaled_grads.find_scaled_grads(finite_runs)
+  for x in runs, finite_runs:
+    x.traced = x.traced._replace(outputs=scaled_grads.outputs)
+  mistakes = [
+    *scaled_grads.mistakes,
+    *_scaling_mistakes.check_applied_flags(traced, record.outs),
+  ]
   if not origins:
-    scaled_grads = _scaled_grads.find_scaled_grads(runs)
-    runs.traced = traced._replace(outputs=scaled_grads.outputs)
-    mistakes = [
-      *scaled_grads.mistakes,
-      *mistakes,
-      *_scaling_mistakes.check_needless_skip(traced, record.outs),
-    ]
-    limitations = _describe_limitations(traced)
+    mistakes += _scaling_mistakes.check_needless_skip(traced, record.outs)
     return SearchResult(
-      None, mistakes, limitations, runs, scaled_grads.is_known
+      origin=None,
+      mistakes=mistakes,
+      limitations=_describe_limitations(traced),
+      runs=runs,
+      finite_runs=runs,
+      knows_scales=scaled_grads.is_known,
     )
-  origins = _loss_scale_search.assess_loss_scale(runs, origins)
   origins = _disambiguate_names(traced, origins)
   warnings = list(map(str, mistakes))
   if _effects.has_callback_with_result(traced.closed_jaxpr.jaxpr):
@@ -212,7 +224,9 @@ def search_traced(
   origin = dataclasses.replace(
     origins[0], other_origins=tuple(origins[1:]), warnings=tuple(warnings)
   )
-  return SearchResult(origin, mistakes, [], runs)
+  return SearchResult(
+    origin, mistakes, [], runs, finite_runs, scaled_grads.is_known
+  )
 
 
 def _describe_limitations(traced: _tracing.TracedFunction) -> list[str]:
