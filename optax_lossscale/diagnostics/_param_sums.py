@@ -76,16 +76,21 @@ class ParamSums:
   def __init__(self, runs: _step_runs.StepRuns) -> None:
     self._runs = runs
     triples = list(_match_params(runs.traced, runs.outs))
-    comparisons = _host_values.to_host(
-      [_compare_sum(x.param, x.update, x.result) for x in triples]
+    flags = _host_values.to_host(
+      [_is_sum(x.param, x.update, x.result) for x in triples]
     )
-    self._pairs = list(zip(triples, comparisons, strict=True))
-    self.sums = [x for x, comparison in self._pairs if comparison.is_sum]
+    self.sums = [x for x, flag in zip(triples, flags, strict=True) if flag]
+    self._others = [
+      x for x, flag in zip(triples, flags, strict=True) if not flag
+    ]
 
   def find_mistakes(self) -> list[_problem.Problem]:
     """Return the first mistake in how updates are applied."""
     new_trees = {x.trees for x in self.sums}
-    for x, comparison in self._pairs:
+    comparisons = _host_values.to_host(
+      [_compare_sum(x.param, x.update, x.result) for x in self._others]
+    )
+    for x, comparison in zip(self._others, comparisons, strict=True):
       if comparison.is_difference and not self.sums:
         return [_problem.fill_in_names(_SUBTRACTED, name=x.name)]
       if comparison.is_sum_in_half:
@@ -126,26 +131,32 @@ class ParamSums:
     The value of a surrogate loss may be constant, such as a ratio to itself.
     """
     traced = self._runs.traced
-    indices = {x.param_index for x in self.sums}
-    if not indices or not traced.select_kind(self._runs.outs, "loss"):
+    params = {x.param_index: x for x in self.sums}
+    if not params or not traced.select_kind(self._runs.outs, "loss"):
       return []
-    # Far away, since another number may be added that is large. The factor alone
-    # would not change zeros.
+    new_params = {i: x.result for i, x in params.items()}
+    if self._depends_on({**new_params}):
+      return []
+    # The updates may be lost in half precision, or in a loss that is large. The
+    # factor alone would not change zeros.
+    far_params = {i: 1024 * x + 1 for i, x in new_params.items()}
+    if self._depends_on(far_params):
+      return []
+    return [_problem.fill_in_names(_OTHER_PARAMS, name=self.sums[0].name)]
+
+  def _depends_on(self, params: dict[int, Any]) -> bool:
+    """Return whether loss or gradients change with these parameters."""
+    traced = self._runs.traced
     outs = self._runs.run(
       [
-        (1024 * x + 1).astype(x.dtype) if i in indices else x
+        jnp.asarray(params[i], x.dtype) if i in params else x
         for i, x in enumerate(traced.inputs)
       ]
     )
-    if _array_tests.is_any_different(
-      (x, y)
-      for output, x, y in zip(
-        traced.outputs, self._runs.outs, outs, strict=True
-      )
-      if output.kind in ("loss", "grads")
-    ):
-      return []
-    return [_problem.fill_in_names(_OTHER_PARAMS, name=self.sums[0].name)]
+    triples = zip(traced.outputs, self._runs.outs, outs, strict=True)
+    return _array_tests.is_any_different(
+      (x, y) for output, x, y in triples if output.kind in ("loss", "grads")
+    )
 
 
 def _has_new_params(runs: _step_runs.StepRuns, x: "_UpdatedParam") -> bool:
@@ -264,19 +275,39 @@ def _index_leaves(
   return index
 
 
+@jax.jit
+def _is_sum(param: Any, update: Any, result: Any) -> jax.Array:
+  """Return whether a result is the parameter plus the update."""
+  p, u, r = map(_arrays.upcast_for_reduction, (param, update, result))
+  unit = jnp.max(jnp.abs(u), initial=0)
+  is_near = _norm(r - p - u, unit) <= _MAX_DISTANCE * _norm(u, unit)
+  return is_near & _changes_param(p, u, result.dtype)
+
+
+def _changes_param(p: Any, u: Any, dtype: Any) -> Any:
+  """Return whether an update is more than the spacing of numbers."""
+  unit = jnp.max(jnp.abs(u), initial=0)
+  spacing = float(jnp.finfo(dtype).eps) * jnp.abs(p)
+  is_larger = _norm(spacing, unit) < _MAX_DISTANCE * _norm(u, unit)
+  return (unit > 0) & is_larger
+
+
+def _norm(x: Any, unit: Any) -> Any:
+  """Return the norm of an array over a unit, so that squares stay in range."""
+  return jnp.sqrt(jnp.sum(jnp.abs(x / unit) ** 2))
+
+
 class _SumComparison(NamedTuple):
-  """Whether a result is a sum or a difference; bool[] each.
+  """What a result is instead of a sum; bool[] each.
 
   Attributes:
-    is_sum: whether it is the parameter plus the update.
     is_difference: whether it is the parameter minus the update.
     is_unchanged: whether it is the parameter.
     is_nonzero: whether the update changes the parameter.
     is_sum_in_half: whether it is a float32 array of numbers of half precision,
-      and the sum is not.
+      and near the sum.
   """
 
-  is_sum: Any
   is_difference: Any
   is_unchanged: Any
   is_nonzero: Any
@@ -285,29 +316,20 @@ class _SumComparison(NamedTuple):
 
 @jax.jit
 def _compare_sum(param: Any, update: Any, result: Any) -> _SumComparison:
-  p, u, r = (_arrays.upcast_for_reduction(x) for x in (param, update, result))
-  # Squares stay in range.
+  p, u, r = map(_arrays.upcast_for_reduction, (param, update, result))
   unit = jnp.max(jnp.abs(u), initial=0)
-  norm = lambda x: jnp.sqrt(jnp.sum(jnp.abs(x / unit) ** 2))
-  limit = _MAX_DISTANCE * norm(u)
-  # An update that is lost in the spacing of numbers shows nothing.
-  spacing = float(jnp.finfo(result.dtype).eps) * jnp.abs(p)
-  is_nonzero = (unit > 0) & (norm(spacing) < limit)
-  is_half = lambda x: functools.reduce(
-    jnp.logical_or,
-    [jnp.all(x == x.astype(dtype)) for dtype in (jnp.float16, jnp.bfloat16)],
+  is_nonzero = _changes_param(p, u, result.dtype)
+  is_half = lambda x: (
+    jnp.all(x == x.astype(jnp.float16)) | jnp.all(x == x.astype(jnp.bfloat16))
   )
+  is_unchanged = jnp.all(r == p)
+  is_near = _norm(r - p - u, unit) <= _BFLOAT16_EPS * _norm(p, unit)
   is_float32 = result.dtype == jnp.float32 and param.dtype == jnp.float32
-  distance = norm(r - p - u)
+  is_rounded = is_float32 & is_half(r) & ~is_half(p + u) & ~is_unchanged
   return _SumComparison(
-    is_sum=is_nonzero & (distance <= limit),
-    is_difference=is_nonzero & (norm(r - p + u) <= limit),
-    is_unchanged=jnp.all(r == p),
+    is_difference=is_nonzero
+    & (_norm(r - p + u, unit) <= _MAX_DISTANCE * _norm(u, unit)),
+    is_unchanged=is_unchanged,
     is_nonzero=is_nonzero,
-    is_sum_in_half=is_nonzero
-    & is_float32
-    & (distance <= _BFLOAT16_EPS * norm(p))
-    & is_half(r)
-    & ~is_half(p + u)
-    & ~jnp.all(r == p),
+    is_sum_in_half=is_nonzero & is_near & is_rounded,
   )

@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale.diagnostics import _compiler_options
-from optax_lossscale.diagnostics._overflow import _eqn_stats
+from optax_lossscale.diagnostics import _compiler_options, _eqn_stats
 
 X = jnp.ones((2, 2), jnp.float16)
 

@@ -33,17 +33,16 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
-from optax_lossscale._jaxprs import _eqns, _source_info
+from optax_lossscale._jaxprs import _eqns, _regions, _source_info
 from optax_lossscale.diagnostics import (
+  _instrumented_program,
   _progress,
   compare_precision,
   find_overflow,
 )
 from optax_lossscale.diagnostics._overflow import (
   _description,
-  _instrumented_program,
   _origins,
-  _regions,
 )
 
 FAULTS = faulty_models.FAULTS

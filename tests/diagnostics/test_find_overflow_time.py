@@ -15,8 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 import jax.numpy as jnp
 import pytest
 
-from optax_lossscale.diagnostics import find_overflow
-from optax_lossscale.diagnostics._overflow import _instrumented_program
+from optax_lossscale.diagnostics import _instrumented_program, find_overflow
 
 
 @pytest.fixture(autouse=True)
