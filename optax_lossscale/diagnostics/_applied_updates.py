@@ -72,16 +72,14 @@ def check_dependence(
   for output, shape in pairs:
     if output.kind == "new_updates":
       shapes_by_update.setdefault(output.group, []).append(shape)
-  all_shapes = list(itertools.chain(*shapes_by_update.values()))
-  returned = frozenset().union(
-    *(
-      output.new_updates
-      for output, shape in pairs
-      if output.kind in _outputs.RETURNED_KINDS
-      and not output.in_scale_state
-      and _may_be_param(shape, all_shapes)
-    )
-  )
+  returned = {
+    i
+    for output, shape in pairs
+    for i in output.new_updates
+    if output.kind in _outputs.RETURNED_KINDS
+    and not output.in_scale_state
+    and _may_be_param(shape, shapes_by_update.get(i, []))
+  }
   missing = (shapes_by_update.keys() & {*ran_indices}) - returned
   missing = {i for i in missing if not _responds(runs, i, None)}
   if missing and not returned:
@@ -164,13 +162,19 @@ def _responds(
     outs = runs.run_with_overflow(runs.traced.scale_indices, replaced)
   if outs is None:
     return False
+  shapes = [
+    x.shape
+    for output, x in zip(runs.traced.outputs, runs.outs, strict=True)
+    if output.kind == "new_updates" and output.group == update
+  ]
   pairs = [
     (x, y)
     for output, x, y in zip(runs.traced.outputs, before, outs, strict=True)
     if output.kind in ("integers", *_outputs.RETURNED_KINDS)
     and not output.in_scale_state
+    and _may_be_param(x.shape, shapes)
   ]
-  return _array_tests.is_any_different(_drop_scalars(pairs))
+  return _array_tests.is_any_different(pairs)
 
 
 def _explain_unchanged_params(

@@ -4,7 +4,8 @@ Only scalars are added to the program, and only scalars leave the device: for
 each checked value (see ``_regions``), the iteration in which it first was not
 finite; and for each *measured* equation, what a report needs. A measured
 equation can also be *healed*: its nonfinite results are replaced by a number.
-The values of tags can be *replaced* by any number, to see what depends on them.
+Tagged gradients can be multiplied by a number, and updates replaced by one, to
+see what depends on them.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -30,7 +31,7 @@ from optax_lossscale.diagnostics import (
 )
 
 _NEVER = np.iinfo(np.int32).max
-# The kinds of tags whose values can be replaced.
+# The kinds of tags whose values can be changed.
 _REPLACEABLE_KINDS = {"unscaled", "masked_updates"}
 
 
@@ -111,7 +112,8 @@ class InstrumentedProgram:
     Args:
       inputs: its inputs.
       healed: the positions of the equations to heal.
-      replaced: for some groups of tags, the number that replaces their values.
+      replaced: for some groups of tags, the number that replaces updates, or by
+        which unscaled gradients are multiplied.
       has_prints: whether this run prints and logs what the program does.
 
     Returns:
@@ -158,8 +160,8 @@ class _Inputs(NamedTuple):
 
   Attributes:
     is_healed: whether each measured equation is healed; bool[equations].
-    substitutes: the number that replaces the values of the tags of each group,
-      or NaN; float32[].
+    substitutes: the number that changes the values of the tags of each group;
+      NaN for no change; float32[].
     has_prints: whether equations that print are run; bool[].
   """
 
@@ -247,8 +249,11 @@ class _Instrumenter(_effects.PrintRemover):
     outs = super().eval_eqn(visit, inputs, state)
     eqn, frame, key = visit.eqn, visit.frame, visit.path
     if key in self._replaceable:
-      x = self.shared.substitutes[self._replaceable[key]]
-      outs = [jnp.where(jnp.isnan(x), y, jnp.full_like(y, x)) for y in outs]
+      group = self._replaceable[key]
+      x = self.shared.substitutes[group]
+      is_grad = group.kind == "unscaled"
+      new = lambda y: y * x.astype(y.dtype) if is_grad else jnp.full_like(y, x)
+      outs = [jnp.where(jnp.isnan(x), y, new(y)) for y in outs]
     if key in self._measured:
       stats = _eqn_stats.measure_eqn(eqn, inputs, outs)
       value_state = state.get(self._measured[key], np.zeros(1, np.int32))

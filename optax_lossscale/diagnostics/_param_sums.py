@@ -87,10 +87,12 @@ class ParamSums:
   def find_mistakes(self) -> list[_problem.Problem]:
     """Return the first mistake in how updates are applied."""
     new_trees = {x.trees for x in self.sums}
+    # If one sum was rounded to half precision, so were the others.
+    checked = [*self.sums[:1], *self._others]
     comparisons = _host_values.to_host(
-      [_compare_sum(x.param, x.update, x.result) for x in self._others]
+      [_compare_sum(x.param, x.update, x.result) for x in checked]
     )
-    for x, comparison in zip(self._others, comparisons, strict=True):
+    for x, comparison in zip(checked, comparisons, strict=True):
       if comparison.is_difference and not self.sums:
         return [_problem.fill_in_names(_SUBTRACTED, name=x.name)]
       if comparison.is_sum_in_half:
@@ -135,7 +137,7 @@ class ParamSums:
     if not params or not traced.select_kind(self._runs.outs, "loss"):
       return []
     new_params = {i: x.result for i, x in params.items()}
-    if self._depends_on({**new_params}):
+    if self._depends_on(new_params):
       return []
     # The updates may be lost in half precision, or in a loss that is large. The
     # factor alone would not change zeros.

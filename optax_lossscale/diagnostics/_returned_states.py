@@ -329,6 +329,7 @@ def check_with_other_scales(
   overflow_outs = runs.overflow_outs
   decreased_outs = runs.run_with_factor(2.0**_LOG2_DECREASE)
   inner_updates = _list_inner_updates(traced)
+  flags = _scaling_mistakes.read_applied_flags(traced, runs.outs)
   pairs = zip(
     _read(traced, runs.outs, "update_scale"),
     _read(traced, decreased_outs, "update_scale"),
@@ -337,7 +338,7 @@ def check_with_other_scales(
   if any(
     np.array_equal(x, y)
     for i, (x, y) in enumerate(pairs)
-    if i not in inner_updates
+    if i not in inner_updates and (flags[i] >= 0).any()
   ):
     return [_UNUSED_STATE]
   assert overflow_outs is not None

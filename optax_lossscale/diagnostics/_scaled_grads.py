@@ -1,9 +1,9 @@
 """Which loss scale multiplies each gradient that ``update`` receives?
 
 The step runs with inf as one loss scale after the other: a gradient that stays
-finite was not multiplied by this scale. It also runs with a small number in
-place of the gradients that ``value_and_grad`` returns: if ``update`` receives
-zeros then, they were cast to half precision.
+finite was not multiplied by this scale. It also runs with the gradients that
+``value_and_grad`` returns times a small number: if ``update`` receives zeros
+then, they were cast to half precision.
 """
 
 from collections.abc import Iterator, Sequence
@@ -66,7 +66,7 @@ _CHAINED_WRAPPERS = _problem.Problem(
   "Wrap the chain once: ols.with_loss_scaling(optax.chain(first, second)).",
 )
 
-# Replaces unscaled gradients. It is zero in float16, and normal in float32.
+# With this factor, gradients are zero in float16, and normal in float32.
 _SMALL = 2.0**-60
 
 
@@ -191,7 +191,7 @@ class _Experiment:
 
     Args:
       i: the index of its output.
-      replaced: its value with small numbers in place of unscaled gradients.
+      replaced: its value if unscaled gradients are small.
     """
     output = self._grads[i]
     is_after_unscaling = replaced is not None and _array_tests.is_any_different(
@@ -261,7 +261,7 @@ class _Experiment:
         )
 
   def _replace_unscaled(self) -> Sequence[Any] | None:
-    """Run the step with small numbers in place of all unscaled gradients."""
+    """Run the step with small unscaled gradients."""
     groups = {
       _outputs.TagGroup("unscaled", output.group)
       for output in self._traced.outputs
