@@ -1,0 +1,230 @@
+"""``check_step`` finds mistakes in the wiring of a step, and no others."""
+
+import functools
+
+from helpers import mark_slow_params, step_mistakes, train_steps, usual_losses
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import diagnostics
+
+check_step = functools.partial(diagnostics.check_step, progress=False)
+
+# One row of each mistake, among those that compile few programs.
+QUICK = (
+  "unscaled loss",
+  "unscaled second loss",
+  "gradients of the first state",
+  "never unscaled",
+  "unscaled twice",
+  "cast to float16 after unscaling",
+  "penalty after scaling",
+  "mask of finite gradients",
+  "branch on finite gradients",
+  "skipped by an argument",
+  "old state",
+  "no state",
+  "old inner state",
+  "constant scale",
+  "new state in each step",
+  "adjusted twice",
+  "all put back",
+  "average of gradients",
+  "old parameters",
+  "subtracted updates",
+  "updates lost in float16",
+)
+QUICK_LOOKALIKES = (
+  "capped scale",
+  "cast to float16 of scaled gradients",
+  "leaves",
+  "metric of the shape of a parameter that is NaN",
+  "retry with a lower scale",
+  "selected parameters",
+)
+QUICK_UNCHECKED = (
+  "branch on gradients that overflow",
+  "gradients as arguments",
+  "quantized parameters",
+  "updates of zero",
+)
+# Their programs differ most from those of the other losses.
+SLOW_LOSSES = ("ctc", "attention", "solve", "dropout", "zero weight")
+RETURNED = "the new parameters and the new loss-scale state are returned"
+
+
+@pytest.mark.parametrize(
+  "name", mark_slow_params(QUICK, step_mistakes.MISTAKES)
+)
+def test_a_mistake_is_the_only_problem_and_its_fix_says_what_to_write(name):
+  row = step_mistakes.MISTAKES[name]
+  step, args = row.make()
+  check = check_step(step, *args)
+  (problem,) = check.problems
+  assert row.cause in problem.cause
+  assert row.fix in problem.fix and problem.fix
+  if not problem.cause.startswith("update "):  # It received wrong gradients.
+    assert RETURNED not in check.passed
+  assert not any("scaled once" in sentence for sentence in check.passed)
+
+
+@pytest.mark.parametrize(
+  "name", mark_slow_params(QUICK_LOOKALIKES, step_mistakes.LOOKALIKES)
+)
+def test_a_sound_step_that_resembles_a_mistake_has_no_problem(name):
+  step, args = step_mistakes.LOOKALIKES[name]()
+  check = check_step(step, *args)
+  assert check.is_sound, str(check)
+  assert RETURNED in check.passed
+
+
+@pytest.mark.parametrize(
+  "name", mark_slow_params(QUICK_UNCHECKED, step_mistakes.UNCHECKED)
+)
+def test_what_cannot_be_checked_is_no_problem_but_is_listed(name):
+  row = step_mistakes.UNCHECKED[name]
+  step, args = row.make()
+  check = check_step(step, *args)
+  assert check.is_sound, str(check)
+  assert any(row.cause in sentence for sentence in check.not_checked)
+  assert "zero" not in str(check) or "zero" in row.cause
+
+
+@pytest.mark.parametrize("name", usual_losses.LOSSES)
+def test_precision_report_warns_of_a_usual_loss_only_if_it_is_not_scaled(name):
+  """An analysis of the program, which compiles nothing."""
+  loss = ols.autocast(functools.partial(usual_losses.loss_fn, name))
+  kwargs = {"loss_fn": loss, "params": usual_losses.PARAMS}
+  kwargs["batch"] = usual_losses.BATCH
+  step, args = train_steps.make_step(**kwargs)
+  assert diagnostics.precision_report(step, *args).warnings == ()
+  step, args = train_steps.make_step(
+    train_steps.compute_unscaled_grads, **kwargs
+  )
+  (warning,) = diagnostics.precision_report(step, *args).warnings
+  assert "gradients of an unscaled loss" in warning
+
+
+@pytest.mark.parametrize(
+  "name", mark_slow_params((), usual_losses.LOSSES, SLOW_LOSSES)
+)
+def test_each_mistake_in_the_scaling_of_a_usual_loss_is_found(name):
+  loss = ols.autocast(functools.partial(usual_losses.loss_fn, name))
+  for differentiate, expected in (
+    (train_steps.compute_grads, None),
+    (train_steps.compute_unscaled_grads, "gradients of an unscaled loss"),
+    (train_steps.compute_scaled_grads, "never unscaled"),
+    (step_mistakes.unscale_twice, "double if the loss scale halves"),
+  ):
+    step, args = train_steps.make_step(
+      differentiate,
+      loss_fn=loss,
+      params=usual_losses.PARAMS,
+      batch=usual_losses.BATCH,
+    )
+    causes = [problem.cause for problem in check_step(step, *args).problems]
+    assert len(causes) == (expected is not None)
+    assert all(expected in cause for cause in causes)
+
+
+def test_fifty_usual_losses_are_checked():
+  assert len(usual_losses.LOSSES) >= 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "make",
+  [step_mistakes.make_delayed_actor_step, step_mistakes.make_task_step],
+)
+@pytest.mark.xfail(
+  reason="An update that did not run is taken for one with a constant scale."
+)
+def test_an_update_in_a_branch_that_is_not_taken_is_no_mistake(make):
+  step, args = make()
+  assert check_step(step, *args).is_sound
+
+
+@pytest.mark.slow
+def test_the_fix_of_a_hidden_overflow_is_not_to_wait_for_a_lower_scale():
+  """The bad step is applied, so its scale does not decrease."""
+  step, (params, state, batch) = step_mistakes.MISTAKES[
+    "mask of finite gradients"
+  ].make()
+  state = ols.set_loss_scale(state, 2.0**40)
+  hidden, overflow = check_step(step, params, state, batch).problems
+  assert "An overflow is hidden from update" in hidden.cause
+  assert overflow.cause.startswith("The backward pass overflows (loss scale")
+  assert "decreases on its own" not in overflow.fix
+
+
+@pytest.mark.slow
+def test_an_overflowing_step_that_puts_its_state_back_does_not_recover():
+  step, (params, state, batch) = step_mistakes.MISTAKES["all put back"].make()
+  state = ols.set_loss_scale(state, 2.0**40)
+  check = check_step(step, params, state, batch)
+  assert "returns the old loss-scale state" in check.problems[0].cause
+  assert "decreases on its own" not in str(check)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_name", [None, "i"])
+def test_shards_of_an_optimizer_need_one_loss_scale(axis_name):
+  """An overflow of one device is a problem of its own."""
+  step, args = step_mistakes.make_shards_step(axis_name)
+  fixes = [problem.fix for problem in check_step(step, *args).problems]
+  is_advised = any("ols.with_loss_scaling(inner, axis_name" in x for x in fixes)
+  assert is_advised is (axis_name is None)
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "num_problems"),
+  [
+    ({"make_result": step_mistakes.put_back_all}, 1),
+    (
+      {
+        "inner": optax.sgd(1e-9),
+        "params": step_mistakes.HALF_PARAMS,
+        "loss_fn": train_steps.half_loss_fn,
+      },
+      1,
+    ),
+    pytest.param({}, 0, marks=pytest.mark.slow),
+  ],
+)
+@pytest.mark.parametrize("ordered", mark_slow_params([False], [False, True]))
+def test_a_step_that_is_run_again_prints_once(kwargs, num_problems, ordered):
+  seen = []
+
+  def guard(update, old, grads):
+    finite = ols.all_finite(grads)
+    log = lambda finite: seen.append(bool(finite))
+    jax.debug.callback(log, finite, ordered=ordered)
+    return update()
+
+  step, args = train_steps.make_step(guard=guard, **kwargs)
+  check = check_step(step, *args)
+  jax.effects_barrier()
+  assert len(check.problems) == num_problems
+  assert seen == [True]
+
+
+@pytest.mark.slow
+def test_a_callback_that_returns_something_runs_after_an_overflow_too():
+  seen = []
+
+  def note(finite):
+    seen.append(bool(finite))
+    return jnp.float32(1)
+
+  def make_result(old, new, finite):
+    one = jax.pure_callback(note, jax.ShapeDtypeStruct((), "float32"), finite)
+    return new, {"metric": one}
+
+  step, args = train_steps.make_step(make_result=make_result)
+  check = check_step(step, *args)
+  assert check.is_sound and RETURNED in check.passed
+  assert "after an overflow, since" not in str(check)
+  assert not all(seen)

@@ -1,0 +1,129 @@
+"""Building blocks of training steps, around one matmul.
+
+All steps have arrays of the same few shapes, so that a report compiles its own
+programs once for all of them.
+"""
+
+from collections.abc import Callable
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optax_lossscale as ols
+
+PARAMS = {"w": np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)}
+BATCH = np.cos(np.arange(32, dtype=np.float32)).reshape(8, 4)
+POLICY = ols.DynamicLossScale(2.0**6)
+
+
+@ols.autocast
+def loss_fn(params, batch):
+  return jnp.mean((jnp.tanh(batch @ params["w"]) - 1) ** 2)
+
+
+def half_loss_fn(params, batch):
+  """Return the same loss of a model in the dtype of its parameters."""
+  hidden = jnp.tanh(batch.astype(params["w"].dtype) @ params["w"])
+  return jnp.mean((hidden.astype(jnp.float32) - 1) ** 2)
+
+
+def compute_grads(loss, params, opt_state):
+  """Return the gradients as this package computes them."""
+  return ols.grad(loss, opt_state)(params)
+
+
+def compute_scaled_grads(loss, params, opt_state):
+  """Return the gradients of the scaled loss."""
+  return jax.grad(lambda p: ols.scale_loss(loss(p), opt_state))(params)
+
+
+def compute_unscaled_grads(loss, params, opt_state):
+  """Return the gradients of a loss that is not scaled: a mistake."""
+  del opt_state
+  return jax.grad(loss)(params)
+
+
+def map_grads(change, differentiate=compute_grads):
+  """Return a function that changes each gradient before ``update``."""
+  return lambda *args: jax.tree.map(change, differentiate(*args))
+
+
+def where(condition, new, old):
+  return jax.tree.map(functools.partial(jnp.where, condition), new, old)
+
+
+def apply_updates(tx, grads, params, opt_state, **kwargs):
+  """Return the new parameters and the new state of the optimizer."""
+  updates, opt_state = tx.update(grads, opt_state, params, **kwargs)
+  return optax.apply_updates(params, updates), opt_state
+
+
+def make_step(
+  differentiate: Callable[..., Any] = compute_grads,
+  make_result: Callable[..., Any] = lambda old, new, finite: new,
+  *,
+  loss_fn: Callable[..., Any] = loss_fn,
+  inner: Any = None,
+  policy: Any = POLICY,
+  wrap_tx: Callable[[Any], Any] = lambda tx: tx,
+  guard: Callable[..., Any] = lambda update, old, grads: update(),
+  wrap: Callable[[Any], Any] = jax.jit,
+  params: Any = None,
+  batch: Any = BATCH,
+  update_kwargs: Any = None,
+  **kwargs: Any,
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+  """Return a training step, and the arguments of a call.
+
+  Args:
+    differentiate: computes the gradients, from the loss as a function of the
+      parameters, the parameters, and the state of the optimizer.
+    make_result: computes the result from the old parameters and state, the new
+      ones, and whether the gradients are finite.
+    loss_fn: the loss of the parameters and a batch.
+    inner: the optimizer in ``with_loss_scaling``; by default SGD.
+    policy: the loss scale.
+    wrap_tx: changes the wrapped optimizer.
+    guard: calls ``update``, or returns the old parameters and state.
+    wrap: transforms the step.
+    params: the parameters.
+    batch: the batch.
+    update_kwargs: further arguments of ``update``.
+    **kwargs: further arguments of ``with_loss_scaling``.
+  """
+  inner = inner or optax.sgd(0.1)
+  tx = wrap_tx(ols.with_loss_scaling(inner, policy, **kwargs))
+  params = PARAMS if params is None else params
+
+  def step(params, opt_state, batch):
+    old = params, opt_state
+    grads = differentiate(lambda p: loss_fn(p, batch), *old)
+    update = lambda: apply_updates(tx, grads, *old, **(update_kwargs or {}))
+    new = guard(update, old, grads)
+    return make_result(old, new, ols.all_finite(grads))
+
+  return wrap(step), (params, tx.init(params), batch)
+
+
+def scan_steps(step, combine=lambda old, new: new):
+  """Return an epoch of three steps on one batch."""
+
+  def epoch(params, opt_state, batch):
+    def body(carry, _):
+      return combine(carry, step(*carry, batch)), None
+
+    return lax.scan(body, (params, opt_state), length=3)[0]
+
+  return jax.jit(epoch)
+
+
+def make_population(step, args):
+  """Return a step of two members, each with its loss scale."""
+  *trained, batch = args
+  stacked = jax.tree.map(lambda x: jnp.stack([x, x]), trained)
+  return jax.jit(jax.vmap(step, (0, 0, None))), (*stacked, batch)
