@@ -1,0 +1,344 @@
+"""Each report warns of the mistakes in a step, and says what it cannot run."""
+
+import functools
+import warnings
+
+from flax import nnx
+from helpers import mark_slow_params, step_mistakes, train_steps, whole_steps
+from helpers.train_steps import BATCH, make_step, PARAMS
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale.diagnostics import (
+  check_step,
+  compare_precision,
+  find_overflow,
+  precision_report,
+)
+
+compare = functools.partial(compare_precision, progress=False)
+every_report = pytest.mark.parametrize(
+  "report", [find_overflow, compare, precision_report]
+)
+
+
+def list_warnings(report, step, args):
+  """Return what a report warns of, as a warning or in its first lines."""
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    result = report(step, *args)
+  if report is find_overflow:
+    assert result is None
+    return [str(warning.message) for warning in caught]
+  assert caught == []
+  assert tuple(str(result).splitlines()[: len(result.warnings)]) == (
+    result.warnings
+  )
+  assert result.as_dict()["warnings"] == list(result.warnings)
+  return result.warnings
+
+
+# What the programs show is found without running them.
+IN_THE_PROGRAM = (
+  "unscaled loss",
+  "cast to float16 after unscaling",
+  "unscaled second loss",
+  "state of the other optimizer",
+)
+WHEN_RUN = ("unscaled twice", "branch that is never taken")
+
+
+@pytest.mark.parametrize(
+  ("report", "name"),
+  [
+    *((precision_report, name) for name in IN_THE_PROGRAM),
+    *(
+      pytest.param(
+        report,
+        name,
+        marks=()
+        if name in ("unscaled loss", "unscaled twice")
+        else (pytest.mark.slow),
+      )
+      for report in (find_overflow, compare)
+      for name in (*IN_THE_PROGRAM, *WHEN_RUN)
+    ),
+  ],
+)
+def test_a_report_warns_of_what_check_step_finds(report, name):
+  row = {**step_mistakes.MISTAKES, **step_mistakes.UNCHECKED}[name]
+  step, args = row.make()
+  (warning,) = list_warnings(report, step, args)
+  if name in step_mistakes.UNCHECKED:
+    assert "update did not run in this step" in warning
+  else:
+    assert row.cause in warning and row.fix in warning
+
+
+# A float32 step has nothing to compare, and no more has a part of a step.
+SILENT = {
+  name: make
+  for name, make in step_mistakes.LOOKALIKES.items()
+  if "float32 gradients" not in name and name != "batches from a callback"
+} | {
+  "one of three tasks": step_mistakes.make_task_step,
+  "delayed actor": step_mistakes.make_delayed_actor_step,
+}
+
+
+@pytest.mark.parametrize(
+  "name",
+  mark_slow_params(
+    {"scaled by hand"},
+    SILENT,
+    {"one of three tasks", "delayed actor", "delayed update"},
+  ),
+)
+def test_no_report_warns_of_a_sound_step(name):
+  step, args = SILENT[name]()
+  for report in precision_report, find_overflow, compare:
+    assert list(list_warnings(report, step, args)) == []
+
+
+def test_an_overflow_that_is_hidden_from_update_is_in_each_report():
+  step, args = step_mistakes.MISTAKES["mask of finite gradients"].make()
+  args = args[0], ols.set_loss_scale(args[1], 2.0**40), args[2]
+  hit = find_overflow(step, *args)
+  assert hit.backward and hit.source_line
+  hidden = "An overflow is hidden from update: value_and_grad returned gradi"
+  for printed in str(hit), str(compare(step, *args)):
+    assert printed.startswith(hidden)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "name", ["branch on finite gradients", "apply_if_finite"]
+)
+def test_an_overflow_that_prevents_update_is_in_each_report(name):
+  step, (params, state, batch) = step_mistakes.MISTAKES[name].make()
+  (note,) = precision_report(step, params, state, batch).limitations
+  assert note.startswith("whether update runs, in cond at ")
+  state = ols.set_loss_scale(state, 2.0**40)
+  hit = find_overflow(step, params, state, batch)
+  report = compare(step, params, state, batch)
+  assert hit.backward and report.suggested_log2_scale_change < 0
+  for (warning,) in hit.warnings, report.warnings:
+    assert "call update outside of it" in warning
+
+
+@pytest.mark.slow
+def test_each_of_two_optimizers_receives_its_own_overflow():
+  """A skipped step next to one that was applied hides nothing."""
+  step, (params, others, state, other, batch) = step_mistakes.LOOKALIKES[
+    "two optimizers"
+  ]()
+  other = ols.set_loss_scale(other, 2.0**40)
+  hit = find_overflow(step, params, others, state, other, batch)
+  assert hit.backward and hit.warnings == ()
+
+
+@pytest.mark.slow
+def test_a_member_of_a_population_that_is_skipped_is_no_mistake():
+  step, (params, state, batch) = train_steps.make_population(*make_step())
+  batches = jnp.stack([batch, 1e6 * batch])
+  step = jax.vmap(step.__wrapped__.__wrapped__)
+  hit = find_overflow(step, params, state, batches)
+  assert hit is not None and hit.warnings == ()
+
+
+def test_a_term_added_to_a_scaled_loss_is_reported_with_its_factor():
+  step, args = step_mistakes.MISTAKES["penalty after scaling"].make()
+  (warning,) = list_warnings(compare, step, args)
+  assert "depend on the loss scale: they change by a factor of" in warning
+  # float16 gradients could underflow, and so depend on the scale.
+  assert list_warnings(find_overflow, step, args) == []
+
+
+@every_report
+def test_an_argument_other_than_a_function_is_refused(report):
+  with pytest.raises(
+    TypeError, match=r"fun must be a function, got fun = 3\.0"
+  ):
+    report(3.0)
+
+
+@every_report
+def test_reports_that_need_arrays_refuse_shapes(report):
+  x = jax.ShapeDtypeStruct((2,), jnp.float32)
+  programs = {
+    "x": lambda x: jnp.exp(x),
+    r"args\[0\]": lambda *args: jnp.exp(args[0]),
+  }
+  for name, fun in programs.items():
+    if report is precision_report:
+      report(fun, x)
+    else:
+      with pytest.raises(TypeError, match=f"needs concrete arrays.* at {name}"):
+        report(fun, x)
+
+
+@every_report
+def test_under_jit_the_error_says_to_call_the_report_outside(report):
+  def called(*args):
+    report(lambda *args: jnp.zeros(()), *args)
+
+  with pytest.raises(TypeError, match=r"outside jit, .* a tracer at args\[0\]"):
+    jax.jit(called)(jnp.ones(2))
+  if report is not precision_report:
+    with pytest.raises(TypeError, match=r"outside jit, .* on the host\."):
+      jax.jit(called)()
+
+
+@every_report
+def test_a_compiled_step_raises_an_error_that_says_what_to_pass(report):
+  step, args = make_step()
+  compiled = step.lower(*args).compile()
+  with pytest.raises(TypeError, match="Pass the jitted function, without"):
+    report(compiled, *args)
+
+
+@every_report
+def test_an_error_of_the_step_is_raised_unchanged(report):
+  def step(x):
+    raise ValueError("a mistake")
+
+  with pytest.raises(ValueError, match="a mistake"):
+    report(jax.jit(step), 1.0)
+
+
+@every_report
+def test_an_object_that_stores_its_state_is_unchanged(report):
+  class Trainer:
+    def __init__(self):
+      self.step, (self.params, self.state, _) = make_step()
+
+    def fit(self, batch):
+      self.params, self.state = self.step(self.params, self.state, batch)
+
+  trainer = Trainer()
+  message = r"got Trainer\.fit, which writes them to self\.params"
+  with pytest.raises(TypeError, match=message):
+    report(trainer.fit, BATCH)
+  assert trainer.params is PARAMS
+
+
+@pytest.mark.slow
+def test_a_step_with_compiler_options_is_accepted():
+  plain, args = make_step()
+  options = {"xla_cpu_enable_fast_math": False}
+  step = jax.jit(plain.__wrapped__, compiler_options=options)
+  assert find_overflow(step, *args) is None
+  assert compare(step, *args).error == compare(plain, *args).error
+  assert precision_report(step, *args).fraction == 1
+
+
+@pytest.mark.slow
+def test_a_ref_among_the_arguments_is_unchanged():
+  if not hasattr(jax, "new_ref"):
+    return  # There are none before.
+  refs = jax.tree.map(jax.new_ref, PARAMS)
+  plain, (_, state, batch) = make_step()
+
+  @jax.jit
+  def step(refs, state, batch):
+    params, state = plain({"w": refs["w"][...]}, state, batch)
+    refs["w"][...] = params["w"]
+    return state
+
+  args = refs, state, batch
+  assert find_overflow(step, *args) is None
+  error = compare(plain, PARAMS, state, batch).error
+  assert compare(step, *args).error == pytest.approx(error, rel=0.05)
+  assert precision_report(step, *args).fraction == 1
+  np.testing.assert_array_equal(refs["w"][...], PARAMS["w"])
+  for report in find_overflow, compare:
+    with pytest.raises(TypeError, match="Pass the Ref as an argument"):
+      report(lambda state, batch: step(refs, state, batch), *args[1:])
+
+
+def test_reports_transfer_what_they_need_and_donate_nothing():
+  step, args = whole_steps.donated(whole_steps.SMALL)
+  _, large = whole_steps.donated(whole_steps.LARGE)
+  with jax.transfer_guard("disallow_explicit"):
+    find_overflow(step, *args)
+    assert find_overflow(step, *large) is not None
+    str(compare(step, *args))
+    precision_report(step, *args)
+  assert not any(x.is_deleted() for x in jax.tree.leaves((args, large)))
+
+
+def test_reports_use_up_no_random_key():
+  def fun(x, key):
+    return jnp.sum(jax.random.bernoulli(key, 0.9, x.shape) * x)
+
+  x, key = jnp.ones((4, 4)), jax.random.key(0)
+  with jax.debug_key_reuse(True):
+    assert find_overflow(fun, x, key) is None
+    assert find_overflow(fun, x / 0, key) is not None
+    jax.jit(fun)(x, key)
+    with pytest.raises(jax.errors.KeyReuseError):
+      jax.jit(fun)(x, key)
+
+
+class TiedModel(nnx.Module):
+  """Its embedding is its output layer, too."""
+
+  def __init__(self, rngs):
+    self.embed = nnx.Embed(16, 8, rngs=rngs)
+    self.body = nnx.Linear(8, 8, rngs=rngs)
+    self.head = self.embed
+
+  def __call__(self, tokens):
+    return self.head.attend(self.body(self.embed(tokens)))
+
+
+def make_tied_step(inner, **kwargs):
+  def step(model, optimizer, tokens):
+    loss_fn = lambda model: jnp.mean(model(tokens) ** 2)
+    cast = ols.autocast(loss_fn, **kwargs)
+    grads = ols.grad(cast, optimizer, using=nnx.value_and_grad)(model)
+    optimizer.update(model, grads)
+
+  model = TiedModel(nnx.Rngs(0))
+  tx = ols.with_loss_scaling(inner)
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  return nnx.jit(step), (model, optimizer, jnp.arange(4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make_inner", [optax.sgd, optax.adam])
+def test_a_model_with_tied_weights_is_reported_as_it_trains(make_inner):
+  step, args = make_tied_step(make_inner(1e-3))
+  assert find_overflow(step, *args) is None
+  assert precision_report(step, *args).fraction == 1
+  report = compare(step, *args)
+  assert len(report.array_errors) == 3  # The tied one is one.
+  names = {row.name for row in report.layers}
+  assert names == {"embed/embedding", "body/kernel"}
+  step, args = make_tied_step(make_inner(1e-3), keep_float32=sorted(names)[:1])
+  assert {row.name for row in compare(step, *args).layers} < names
+
+
+def test_nnx_cached_partial_is_refused_with_the_line_to_write():
+  step, (model, optimizer, tokens) = make_tied_step(optax.sgd(1e-3))
+  bound = nnx.cached_partial(step, model, optimizer)
+  for report in compare, precision_report:
+    message = r"cached_partial binds them. Write \w+\(step, model, optimizer"
+    with pytest.raises(TypeError, match=message):
+      report(bound, tokens)
+
+
+@pytest.mark.slow
+def test_an_update_that_does_not_run_is_reported_next_to_an_overflow():
+  step, (params, state, batch) = step_mistakes.UNCHECKED[
+    "branch that is never taken"
+  ].make()
+  high = ols.set_loss_scale(state, 2.0**40)
+  (warning,) = find_overflow(step, params, high, batch).warnings
+  assert "update did not run in this step" in warning
+  check = check_step(step, params, high, batch)
+  assert any("did not run" in problem.cause for problem in check.problems)
