@@ -59,8 +59,7 @@ OF_ALL_KINDS = $(addprefix tests/, core autocast diagnostics \
   devices/test_shard_map.py)
 # Of these, what judges the results of the parts that read jaxprs.
 JUDGE_RESULTS = $(addprefix --ignore=tests/diagnostics/, test_check_step.py \
-  test_compare_precision_arrays.py test_hidden_overflow.py test_numeric_problems.py \
-  test_scaling_mistakes.py)
+  test_compare_precision_arrays.py test_numeric_problems.py test_reports.py)
 # The parts that read jaxprs, which any version of JAX may change.
 READ_JAXPRS = tests/autocast tests/diagnostics \
   tests/core/test_optax_battery.py::test_wrapped_optimizers_equal_bare_ones_bit_for_bit
