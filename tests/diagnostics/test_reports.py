@@ -95,7 +95,13 @@ SILENT = {
   mark_slow_params(
     {"scaled by hand"},
     SILENT,
-    {"one of three tasks", "delayed actor", "delayed update"},
+    {
+      "one of three tasks",
+      "delayed actor",
+      "delayed update",
+      "update in every third iteration",
+      "scale without a name",
+    },
   ),
 )
 def test_no_report_warns_of_a_sound_step(name):
@@ -337,6 +343,9 @@ def test_an_update_that_does_not_run_is_reported_next_to_an_overflow():
   step, (params, state, batch) = step_mistakes.UNCHECKED[
     "branch that is never taken"
   ].make()
+  report = compare(step, params, state, batch)
+  assert report.reference_is_zero
+  assert str(report).splitlines()[1].startswith("All gradients are zero in fl")
   high = ols.set_loss_scale(state, 2.0**40)
   (warning,) = find_overflow(step, params, high, batch).warnings
   assert "update did not run in this step" in warning

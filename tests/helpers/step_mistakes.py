@@ -291,6 +291,10 @@ class _EquinoxState(eqx.Module):
   opt_state: Any
 
 
+def _keep_inner_state(old, new):
+  return new[0], new[1]._replace(inner_state=old[1].inner_state)
+
+
 def _put_back_scale(new_state, state):
   return new_state._replace(loss_scale_state=state.loss_scale_state)
 
@@ -512,6 +516,34 @@ def make_delayed_actor_step():
   return step, (PARAMS, PARAMS, state, state, BATCH, jnp.int32(1))
 
 
+def _make_waiting_epoch():
+  """``update`` runs in every third iteration."""
+
+  @jax.jit
+  def epoch(params, state, batch):
+    def step(carry, i):
+      grads = ols.grad(loss_fn, carry[1])(carry[0], batch)
+      update = lambda: apply_updates(TX, grads, *carry)
+      return lax.cond(i % 3 == 0, update, lambda: carry), None
+
+    return lax.scan(step, (params, state), jnp.arange(4))[0]
+
+  return epoch, (PARAMS, TX.init(PARAMS), BATCH)
+
+
+def _make_own_state_step():
+  """The loss scale is an argument that no name identifies."""
+
+  @jax.jit
+  def step(params, scale, batch):
+    state = ols.set_loss_scale(TX.init(params), scale)
+    grads = ols.grad(loss_fn, state)(params, batch)
+    params, state = apply_updates(TX, grads, params, state)
+    return params, state.loss_scale_state.loss_scale
+
+  return step, (PARAMS, jnp.float32(64.0), BATCH)
+
+
 class _Hyperparameters(NamedTuple):
   loss_scale: Any
 
@@ -630,352 +662,262 @@ def _guarded(is_wanted):
 
 
 _WRITE = "ols.value_and_grad(loss_fn, opt_state)"
-_UNSCALED = "gradients of an unscaled loss"
-_ADDED = "to which gradients of an unscaled loss were added"
-_DEPENDS = "depend on the loss scale"
-_TWICE = "double if the loss scale halves"
-_HIDDEN = "An overflow is hidden from update"
-_OLD_STATE = "returns an old loss-scale state"
-_NO_STATE = "does not return the opt_state"
-_NO_PARAMS = "does not return parameters that depend on the updates"
-_PUT_BACK = "After an overflow the step returns the old loss-scale state"
-_NO_UPDATE = "update does not run if the gradients overflow"
-_UNUSED = "update does not use the loss-scale state among the arguments"
-_LOST = "No parameter changes, although the updates are not zero"
-_NAN_STATE = "is NaN, and stays so"
 _RETURN = "updates, opt_state = tx.update(grads, opt_state, params)"
 _APPLY = "params = optax.apply_updates(params, updates)"
-_UNCHANGED = "Pass the gradients to update unchanged"
-_IN_FLOAT32 = "Keep the parameters in float32"
-_INSIDE = "ols.with_loss_scaling(optax.chain("
+_AVERAGE = "jax.lax.pmean(grads, axis_name)"
 
-MISTAKES = {
-  # Which loss is scaled, and by what.
-  "unscaled loss": Row(_step(compute_unscaled_grads), _UNSCALED, _WRITE),
-  "unscaled loss with scaled gradients expected": Row(
-    _step(compute_unscaled_grads, grads_are_scaled=True), _UNSCALED, _WRITE
-  ),
-  "unscaled losses of micro-batches": Row(
-    _step(_accumulate(compute_unscaled_grads)), _UNSCALED, _WRITE
-  ),
-  "unscaled losses in a while loop": Row(
-    _step(_accumulate_in_while_loop(compute_unscaled_grads)), _UNSCALED, _WRITE
-  ),
-  "unscaled loss of one layer": Row(
-    _two_layers(_unscaled_head), f"{_UNSCALED} (head)", _WRITE
-  ),
-  "unscaled second loss": Row(
-    _step(_add_grads(0.5, compute_unscaled_grads)), _ADDED, "sum of the losses"
-  ),
-  "unscaled second loss, subtracted": Row(
-    _step(_add_grads(-0.1, compute_unscaled_grads)), _ADDED, _WRITE
-  ),
-  "state of the other optimizer": Row(
-    functools.partial(_make_gan_step, swapped=True),
-    "state of another optimizer scaled",
-    "Pass the state of the same optimizer",
-  ),
-  "one loss for two optimizers": Row(
-    _make_optimizers_step, "state of another optimizer scaled", _WRITE
-  ),
-  "gradients of the first state": Row(
-    functools.partial(_make_first_state_step, grads_use_it=True),
-    "that a constant loss scale scaled",
-    "inside of the step",
-  ),
-  # How gradients are unscaled.
-  "never unscaled": Row(
-    _step(compute_scaled_grads), "never unscaled", "ols.unscale_grads(grads"
-  ),
-  "unscaled twice": Row(_step(unscale_twice), _TWICE, "Drop unscale_grads"),
-  "unscaled twice with a state of leaves": Row(
-    functools.partial(_make_leaves_step, unscale_twice), _TWICE
-  ),
-  "clipped while scaled": Row(
-    _step(
+# The steps with each mistake, by a part of its cause and of its fix.
+_BY_CAUSE = {
+  ("gradients of an unscaled loss", _WRITE): {
+    "unscaled loss": _step(compute_unscaled_grads),
+    "unscaled loss with scaled gradients expected": _step(
+      compute_unscaled_grads, grads_are_scaled=True
+    ),
+    "unscaled losses of micro-batches": _step(
+      _accumulate(compute_unscaled_grads)
+    ),
+    "unscaled losses in a while loop": _step(
+      _accumulate_in_while_loop(compute_unscaled_grads)
+    ),
+  },
+  ("gradients of an unscaled loss (head)", _WRITE): {
+    "unscaled loss of one layer": _two_layers(_unscaled_head)
+  },
+  ("to which gradients of an unscaled loss were added", _WRITE): {
+    "unscaled second loss": _step(_add_grads(0.5, compute_unscaled_grads)),
+    "unscaled second loss, subtracted": _step(
+      _add_grads(-0.1, compute_unscaled_grads)
+    ),
+  },
+  ("state of another optimizer scaled", _WRITE): {
+    "state of the other optimizer": functools.partial(
+      _make_gan_step, swapped=True
+    ),
+    "one loss for two optimizers": _make_optimizers_step,
+  },
+  ("that a constant loss scale scaled", "inside of the step"): {
+    "gradients of the first state": functools.partial(
+      _make_first_state_step, grads_use_it=True
+    )
+  },
+  ("never unscaled", "ols.unscale_grads(grads"): {
+    "never unscaled": _step(compute_scaled_grads)
+  },
+  ("double if the loss scale halves", "Drop unscale_grads"): {
+    "unscaled twice": _step(unscale_twice),
+    "unscaled twice with a state of leaves": functools.partial(
+      _make_leaves_step, unscale_twice
+    ),
+  },
+  ("clipped while they were scaled", "Clip inside of with_loss_scaling"): {
+    "clipped while scaled": _step(
       compute_scaled_grads,
       wrap_tx=lambda tx: optax.chain(optax.clip_by_global_norm(1e-3), tx),
       grads_are_scaled=True,
+    )
+  },
+  ("cast to half precision after they were unscaled", "float32"): {
+    "cast to float16 after unscaling": _step(
+      map_grads(lambda g: g.astype(jnp.float16))
+    )
+  },
+  # At the default scale such a term is 2**15 times too small, so that half of
+  # the scale changes little.
+  ("depend on the loss scale", "Change them after"): {
+    "penalty after scaling": _step(_penalty_after_scaling, policy=DEFAULT),
+    "penalty before unscaling": _step(
+      _add_grads(1, _penalty_grads, unscaled=True), policy=DEFAULT
     ),
-    "clipped while they were scaled",
-    "Clip inside of with_loss_scaling",
-  ),
-  "cast to float16 after unscaling": Row(
-    _step(map_grads(lambda g: g.astype(jnp.float16))),
-    "cast to half precision after they were unscaled",
-    "float32",
-  ),
-  # A term is 2**15 times too small at the default scale, so that half of the
-  # scale changes little.
-  "penalty after scaling": Row(
-    _step(_penalty_after_scaling, policy=DEFAULT), _DEPENDS, "Change them after"
-  ),
-  "penalty before unscaling": Row(
-    _step(_add_grads(1, _penalty_grads, unscaled=True), policy=DEFAULT),
-    _DEPENDS,
-    "Change them after",
-  ),
-  "noise before unscaling": Row(
-    _step(
-      _add_grads(
-        1e-2,
-        lambda *_: {"w": np.cos(np.arange(16.0)).reshape(4, 4)},
-        unscaled=True,
-      ),
+    "noise before unscaling": _step(
+      _add_grads(1e-2, lambda *_: {"w": np.eye(4)}, unscaled=True),
       policy=DEFAULT,
     ),
-    _DEPENDS,
-    "Change them after",
-  ),
-  # What hides an overflow from update.
-  "nan_to_num": Row(_step(map_grads(jnp.nan_to_num)), _HIDDEN, _UNCHANGED),
-  "nan_to_num of micro-batches": Row(
-    _step(_accumulate(map_grads(jnp.nan_to_num))), _HIDDEN, _UNCHANGED
-  ),
-  "mask of finite gradients": Row(
-    _step(map_grads(lambda g: jnp.where(jnp.isfinite(g), g, 0))),
-    _HIDDEN,
-    _UNCHANGED,
-  ),
-  "mask of small gradients": Row(
-    _step(map_grads(lambda g: jnp.where(jnp.abs(g) < 1e3, g, 0))),
-    _HIDDEN,
-    _UNCHANGED,
-  ),
-  # Clipping makes an inf finite, but not a NaN.
-  "clipped gradients": Row(
-    _step(map_grads(lambda g: jnp.clip(g, -1, 1)), batch=BATCH**2),
-    _HIDDEN,
-    _UNCHANGED,
-  ),
-  "zero_nans and clip": Row(
-    _step(
+  },
+  (
+    "An overflow is hidden from update",
+    "Pass the gradients to update unchanged",
+  ): {
+    "nan_to_num": _step(map_grads(jnp.nan_to_num)),
+    "nan_to_num of micro-batches": _step(
+      _accumulate(map_grads(jnp.nan_to_num))
+    ),
+    "mask of finite gradients": _step(
+      map_grads(lambda g: jnp.where(jnp.isfinite(g), g, 0))
+    ),
+    "mask of small gradients": _step(
+      map_grads(lambda g: jnp.where(jnp.abs(g) < 1e3, g, 0))
+    ),
+    # This makes an inf finite, but not a NaN.
+    "clipped gradients": _step(
+      map_grads(lambda g: jnp.clip(g, -1, 1)), batch=BATCH**2
+    ),
+    "zero_nans and clip": _step(
       wrap_tx=lambda tx: optax.chain(optax.zero_nans(), optax.clip(1.0), tx)
     ),
-    _HIDDEN,
-    _UNCHANGED,
-  ),
-  "branch on finite gradients": Row(
-    _guarded(ols.all_finite), _NO_UPDATE, "Call update outside of the branch"
-  ),
-  "branch on a finite norm": Row(
-    _guarded(lambda grads: jnp.isfinite(optax.tree.norm(grads))), _NO_UPDATE
-  ),
-  "branch on a small norm": Row(
-    _guarded(lambda grads: optax.tree.norm(grads) < 1e6), _NO_UPDATE
-  ),
-  "apply_if_finite": Row(
-    _step(wrap_tx=lambda tx: optax.apply_if_finite(tx, 5)), _NO_UPDATE
-  ),
-  "skipped by an argument": Row(
-    _step(update_kwargs={"grads_finite": False}),
-    "skips this step although its gradients are finite",
-    "grads_finite=",
-  ),
-  "skipped by an argument of float32": Row(
-    _step(update_kwargs={"grads_finite": np.float32(0)}),
-    "skips this step although its gradients are finite",
-    "grads_finite=",
-  ),
-  # Which loss-scale state comes back.
-  "old state": Row(
-    _returns(lambda old, new: (new[0], old[1])), _OLD_STATE, _RETURN
-  ),
-  "train state with the old state": Row(
-    _returns(lambda old, new: _as_train_state(new[0], old[1])), _OLD_STATE
-  ),
-  "Equinox module with the old state": Row(
-    _returns(lambda old, new: _EquinoxState(new[0], old[1])), _OLD_STATE
-  ),
-  "old state, and metrics of the new one": Row(
-    _returns(lambda old, new: (new[0], old[1], ols.loss_scale_metrics(new[1]))),
-    _OLD_STATE,
-  ),
-  "old scale in the new state": Row(
-    _returns(lambda old, new: (new[0], _put_back_scale(new[1], old[1]))),
-    _OLD_STATE,
-  ),
-  "old state of the second optimizer": Row(
-    functools.partial(_make_gan_step, returns_old=True), _OLD_STATE
-  ),
-  "old state in the carry of a scan": Row(
-    functools.partial(_make_epoch, lambda old, new: (new[0], old[1])),
-    _OLD_STATE,
-  ),
-  "no state": Row(_returns(lambda old, new: new[0]), _NO_STATE, _RETURN),
-  "list of parameters": Row(
-    _returns(lambda old, new: jax.tree.leaves(new[0])), _NO_STATE
-  ),
-  "old inner state": Row(
-    _returns(
-      lambda old, new: (
-        new[0],
-        new[1]._replace(inner_state=old[1].inner_state),
-      ),
-      inner=optax.adam(1e-2),
+  },
+  (
+    "update does not run if the gradients overflow",
+    "Call update outside of the branch",
+  ): {
+    "branch on finite gradients": _guarded(ols.all_finite),
+    "branch on a small norm": _guarded(
+      lambda grads: optax.tree.norm(grads) < 1e6
     ),
-    "returns an old state of the inner optimizer",
-    _RETURN,
-  ),
-  "constant scale": Row(
-    _returns(lambda old, new: (new[0], ols.set_loss_scale(new[1], 2.0**10))),
-    "returns a constant loss scale",
-    "Call ols.set_loss_scale once, before training",
-  ),
-  "new state in each step": Row(
-    _make_new_state_step, _UNUSED, "Call tx.init once, before training"
-  ),
-  "update of the first state": Row(
-    functools.partial(_make_first_state_step, update_uses_it=True), _UNUSED
-  ),
-  "adjusted twice": Row(
-    _returns(_adjust_again),
-    "the step adjusts the loss-scale state again",
-    "Drop policy.adjust",
-  ),
-  # Which state comes back after an overflow.
-  "all put back": Row(_puts_back(), _PUT_BACK, "Return the opt_state"),
-  "all put back with headroom": Row(_puts_back(policy="headroom"), _PUT_BACK),
-  "all put back with a fixed scale": Row(_puts_back(policy=64.0), _PUT_BACK),
-  "all put back with hysteresis": Row(
-    _puts_back(policy=ols.DynamicLossScale(2.0**6, hysteresis=3)), _PUT_BACK
-  ),
-  "state put back by cond": Row(
-    _step(
-      compute_grads,
-      lambda old, new, finite: (
-        new[0],
-        lax.cond(finite, lambda: new[1], lambda: old[1]),
-      ),
+    "apply_if_finite": _step(wrap_tx=lambda tx: optax.apply_if_finite(tx, 5)),
+  },
+  ("skips this step although its gradients are finite", "grads_finite="): {
+    "skipped by an argument": _step(update_kwargs={"grads_finite": False}),
+    "skipped by an argument of float32": _step(
+      update_kwargs={"grads_finite": np.float32(0)}
     ),
-    _PUT_BACK,
-  ),
-  "train state put back by cond": Row(
-    _step(
+  },
+  ("returns an old loss-scale state", _RETURN): {
+    "old state": _returns(lambda old, new: (new[0], old[1])),
+    "train state with the old state": _returns(
+      lambda old, new: _as_train_state(new[0], old[1])
+    ),
+    "Equinox module with the old state": _returns(
+      lambda old, new: _EquinoxState(new[0], old[1])
+    ),
+    "old state, and metrics of the new one": _returns(
+      lambda old, new: (new[0], old[1], ols.loss_scale_metrics(new[1]))
+    ),
+    "old scale in the new state": _returns(
+      lambda old, new: (new[0], _put_back_scale(new[1], old[1]))
+    ),
+    "old state of the second optimizer": functools.partial(
+      _make_gan_step, returns_old=True
+    ),
+    "old state in the carry of a scan": functools.partial(
+      _make_epoch, lambda old, new: (new[0], old[1])
+    ),
+  },
+  ("does not return the opt_state", _RETURN): {
+    "no state": _returns(lambda old, new: new[0]),
+    "list of parameters": _returns(lambda old, new: jax.tree.leaves(new[0])),
+  },
+  ("returns an old state of the inner optimizer", _RETURN): {
+    "old inner state": _returns(_keep_inner_state, inner=optax.adam(1e-2))
+  },
+  ("returns a constant loss scale", "Call ols.set_loss_scale once, before"): {
+    "constant scale": _returns(
+      lambda old, new: (new[0], ols.set_loss_scale(new[1], 2.0**10))
+    )
+  },
+  (
+    "update does not use the loss-scale state among the arguments",
+    "Call tx.init once, before training",
+  ): {
+    "new state in each step": _make_new_state_step,
+    "update of the first state": functools.partial(
+      _make_first_state_step, update_uses_it=True
+    ),
+  },
+  ("the step adjusts the loss-scale state again", "Drop policy.adjust"): {
+    "adjusted twice": _returns(_adjust_again)
+  },
+  (
+    "After an overflow the step returns the old loss-scale state",
+    "Return the opt_state",
+  ): {
+    "all put back": _puts_back(),
+    "all put back with headroom": _puts_back(policy="headroom"),
+    "all put back with a fixed scale": _puts_back(policy=64.0),
+    "all put back with hysteresis": _puts_back(
+      policy=ols.DynamicLossScale(2.0**6, hysteresis=3)
+    ),
+    "all put back in a population": lambda: make_population(*_puts_back()()),
+    "train state put back by cond": _step(
       compute_grads,
       lambda old, new, finite: lax.cond(
         finite, lambda: _as_train_state(*new), lambda: _as_train_state(*old)
       ),
     ),
-    _PUT_BACK,
-  ),
-  "state put back by select_if_finite": Row(
-    _returns(
+    "state put back by select_if_finite": _returns(
       lambda old, new: (new[0], ols.select_if_finite(new[1], new[1], old[1]))
     ),
-    _PUT_BACK,
-  ),
-  "scale put back": Row(
-    _step(
+    "scale put back": _step(
       compute_grads,
       lambda old, new, finite: (
         new[0],
         where(finite, new[1], _put_back_scale(new[1], old[1])),
       ),
     ),
-    _PUT_BACK,
-  ),
-  "all put back in a population": Row(
-    lambda: make_population(*_puts_back()()), _PUT_BACK
-  ),
-  "NNX optimizer put back in place": Row(
-    functools.partial(_make_nnx_step, puts_back=True), _PUT_BACK
-  ),
-  "average of gradients": Row(
-    functools.partial(_make_average_step, lambda state, new, old: new),
-    _NAN_STATE,
-    "ols.select_if_finite(opt_state, new, old)",
-  ),
-  "momentum in front of the wrapper": Row(
-    _step(wrap_tx=lambda tx: optax.chain(optax.trace(0.9), tx)),
-    _NAN_STATE,
-    _INSIDE,
-  ),
-  "average in front of the wrapper": Row(
-    _step(wrap_tx=lambda tx: optax.chain(optax.ema(0.9), tx)),
-    _NAN_STATE,
-    _INSIDE,
-  ),
-  "second moment in front of the wrapper": Row(
-    _step(wrap_tx=lambda tx: optax.chain(optax.scale_by_rms(), tx)),
-    _NAN_STATE,
-    _INSIDE,
-  ),
-  # Which parameters come back.
-  "old parameters": Row(
-    _returns(lambda old, new: (old[0], new[1])), _NO_PARAMS, _APPLY
-  ),
-  "train state with the old parameters": Row(
-    _returns(lambda old, new: _as_train_state(old[0], new[1])), _NO_PARAMS
-  ),
-  "old parameters, and the norm of the new ones": Row(
-    _returns(lambda old, new: (old[0], new[1], optax.tree.norm(new[0]))),
-    _NO_PARAMS,
-  ),
-  "old parameters after a scan": Row(
-    _step(
+    "NNX optimizer put back in place": functools.partial(
+      _make_nnx_step, puts_back=True
+    ),
+  },
+  ("is NaN, and stays so", "ols.select_if_finite(opt_state, new, old)"): {
+    "average of gradients": functools.partial(
+      _make_average_step, lambda state, new, old: new
+    )
+  },
+  ("is NaN, and stays so", "ols.with_loss_scaling(optax.chain("): {
+    f"{name} in front of the wrapper": _step(
+      wrap_tx=functools.partial(optax.chain, transformation)
+    )
+    for name, transformation in (
+      ("momentum", optax.trace(0.9)),
+      ("average", optax.ema(0.9)),
+      ("second moment", optax.scale_by_rms()),
+    )
+  },
+  ("does not return parameters that depend on the updates", _APPLY): {
+    "old parameters": _returns(lambda old, new: (old[0], new[1])),
+    "train state with the old parameters": _returns(
+      lambda old, new: _as_train_state(old[0], new[1])
+    ),
+    "old parameters, and the norm of the new ones": _returns(
+      lambda old, new: (old[0], new[1], optax.tree.norm(new[0]))
+    ),
+    "old parameters after a scan": _step(
       wrap=lambda step: (
-        lambda params, state, batch: (
-          params,
-          scan_steps(step)(params, state, batch)[1],
-        )
+        lambda params, *args: (params, scan_steps(step)(params, *args)[1])
       )
     ),
-    _NO_PARAMS,
-  ),
-  "no parameters": Row(_returns(lambda old, new: new[1]), _NO_PARAMS),
-  "wrong branch of the parameters": Row(
-    _step(
+    "no parameters": _returns(lambda old, new: new[1]),
+  },
+  ("returns the old parameters, although the updates are not", _APPLY): {
+    "wrong branch of the parameters": _step(
       compute_grads,
       lambda old, new, finite: (where(finite, old[0], new[0]), new[1]),
-    ),
-    "returns the old parameters, although the updates are not zero",
-    _APPLY,
-  ),
-  "old parameters of one layer": Row(
-    _two_layers(make_result=lambda old, new, finite: _keep_head(old, new)),
-    "returns the old head, although its update is not zero",
-    _APPLY,
-  ),
-  "subtracted updates": Row(
-    _returns(_subtract), "The updates are subtracted", "Add them"
-  ),
-  # Updates that are too small for the dtype of the parameters.
-  "updates lost in float16": Row(
-    _lost(inner=optax.sgd(1e-9)), f"{_LOST}: they", _IN_FLOAT32
-  ),
-  "updates of Adam lost in float16": Row(
-    _lost(inner=optax.adam(1e-7)), "next number of float16", _IN_FLOAT32
-  ),
-  "updates lost in bfloat16": Row(
-    _lost(
+    )
+  },
+  ("returns the old head, although its update is not zero", _APPLY): {
+    "old parameters of one layer": _two_layers(
+      make_result=lambda old, new, finite: _keep_head(old, new)
+    )
+  },
+  ("The updates are subtracted", "Add them"): {
+    "subtracted updates": _returns(_subtract)
+  },
+  (
+    "No parameter changes, although the updates are not zero",
+    "Keep the parameters in float32",
+  ): {
+    "updates lost in float16": _lost(inner=optax.sgd(1e-9)),
+    "updates of Adam lost in float16": _lost(inner=optax.adam(1e-7)),
+    "updates lost in bfloat16": _lost(
       inner=optax.sgd(1e-9), params=optax.tree.cast(HALF_PARAMS, jnp.bfloat16)
     ),
-    "next number of bfloat16",
-    _IN_FLOAT32,
-  ),
-  "most updates lost": Row(
-    _lost(inner=optax.adam(1e-4), params=_fill_params(12)),
-    "75% of the updates don't change",
-    _IN_FLOAT32,
-  ),
-  "update of a scalar lost": Row(_make_scalar_step, _LOST, _IN_FLOAT32),
-  # Devices.
-  "gradients not averaged": Row(
-    functools.partial(_make_devices_step, averages=False),
-    "The copies of the result 0/w on different devices",
-    "jax.lax.pmean(grads, axis_name)",
-  ),
-  "gradients not averaged on two axes": Row(
-    functools.partial(
-      _make_devices_step,
-      averages=False,
-      shape=(2, 2),
-      axes=("data", "model"),
+    "update of a scalar lost": _make_scalar_step,
+  },
+  ("75% of the updates don't change", "Keep the parameters in float32"): {
+    "most updates lost": _lost(inner=optax.adam(1e-4), params=_fill_params(12))
+  },
+  ("The copies of the result 0/w on different devices", _AVERAGE): {
+    "gradients not averaged": functools.partial(
+      _make_devices_step, averages=False
     ),
-    "The copies of the result 0/w on different devices",
-    "jax.lax.pmean(grads, axis_name)",
-  ),
+    "gradients not averaged on two axes": functools.partial(
+      _make_devices_step, averages=False, shape=(2, 2), axes=("data", "model")
+    ),
+  },
+}
+MISTAKES = {
+  name: Row(make, *texts)
+  for texts, steps in _BY_CAUSE.items()
+  for name, make in steps.items()
 }
 
 LOOKALIKES = {
@@ -1013,11 +955,9 @@ LOOKALIKES = {
   # States.
   "two optimizers": _make_gan_step,
   "delayed update": _make_delayed_step,
+  "update in every third iteration": _make_waiting_epoch,
+  "scale without a name": _make_own_state_step,
   "state of leaves": functools.partial(_make_leaves_step, compute_grads),
-  "update that is skipped in some iterations": lambda: (
-    scan_steps(_guarded(lambda grads: jnp.sum(grads["w"]) != 0)()[0]),
-    _guarded(lambda grads: True)()[1],
-  ),
   "headroom": _step(policy="headroom"),
   "fixed scale": _step(policy=64.0),
   "hysteresis": _step(policy=ols.DynamicLossScale(2.0**6, hysteresis=3)),
