@@ -56,6 +56,7 @@ def test_a_sound_step_has_no_problems_and_says_what_was_checked():
   assert json.loads(json.dumps(check.as_dict()))["is_sound"] is True
 
 
+@pytest.mark.slow
 def test_a_layer_that_overflows_is_a_problem_until_it_is_kept_in_float32():
   loss = functools.partial(loss_fn, factor=1e5)
   step, args = make_step(loss)
@@ -108,6 +109,7 @@ def test_a_loss_scale_that_is_too_low_is_a_problem_with_a_higher_one():
   assert check_step(step, params, state, BATCH).is_sound
 
 
+@pytest.mark.slow
 def test_with_several_loss_scales_the_one_to_change_is_named():
   tx = ols.with_loss_scaling(optax.sgd(0.1))
   cast = ols.autocast(loss_fn)
@@ -138,6 +140,7 @@ def test_a_float32_model_is_sound_and_says_how_to_use_float16():
   assert "ols.autocast(loss_fn)" in limitation
 
 
+@pytest.mark.slow
 def test_a_model_that_is_in_float16_already_is_checked_without_autocast():
   def half_loss(params, batch):
     params, x = jax.tree.map(
@@ -161,6 +164,7 @@ def test_a_model_that_is_in_float16_already_is_checked_without_autocast():
   assert problem.fix
 
 
+@pytest.mark.slow
 def test_a_nan_in_the_batch_is_named():
   step, (params, state, batch) = make_step(loss_fn)
   batch = {**batch, "x": batch["x"].at[0, 0].set(jnp.nan)}
@@ -217,7 +221,7 @@ def test_an_update_without_gradients_is_refused():
 
 # The model of ``in_while`` cannot be differentiated, so it has no step.
 PLANTED = mark_slow_params(
-  {"difference"},
+  (),
   [name for name in planted_layers.NAMES if name != "in_while"],
   slow={
     "custom_vjp_backward",

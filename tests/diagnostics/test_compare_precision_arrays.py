@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+from helpers import mark_slow_params
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -71,6 +72,7 @@ def test_a_small_gradient_that_underflows_is_an_outlier():
   assert cured.as_dict()["inaccurate_arrays"] == []
 
 
+@pytest.mark.slow
 def test_a_small_gradient_that_cancels_is_an_outlier():
   params = PARAMS | {"lost": normal(5, 32, 32)}
   scale = ols.FixedLossScale(2.0**15).init()
@@ -99,7 +101,9 @@ def normed(p):
   return jnp.mean((jnp.tanh(h) @ p["out"] - Y) ** 2)
 
 
-@pytest.mark.parametrize("loss", [attention, normed])
+@pytest.mark.parametrize(
+  "loss", mark_slow_params([normed], [attention, normed])
+)
 def test_a_gradient_that_is_zero_except_for_rounding_is_ignored(loss):
   params = {name: normal(i, 16, 16) for i, name in enumerate("qkvw")}
   params |= {"bias": normal(5, 16), "out": normal(6, 16, 4)}
@@ -121,6 +125,7 @@ def difference(w):
   return X @ w - jnp.sum(X[:, ::-1, None] * w[::-1], 1)
 
 
+@pytest.mark.slow
 def test_no_layer_is_blamed_for_errors_that_float32_has_too():
   compare_fun = functools.partial(diagnostics.compare_precision, progress=False)
   report = compare_fun(ols.autocast(difference), normal(2, 16, 16))
@@ -139,6 +144,7 @@ def test_no_layer_is_blamed_for_errors_that_float32_has_too():
   assert "is to blame: 0, 1, 2 and 2 more.\n" in str(report)
 
 
+@pytest.mark.slow
 def test_an_inaccurate_array_without_an_outlier_is_reported():
   """Each of many layers adds a little."""
 
@@ -195,6 +201,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_error_with_a_checkpoint_policy_is_the_error_of_the_gradient(name):
   """Values that JAX rounds are not roundings of the user."""
@@ -230,7 +237,9 @@ def in_a_branch(fun):
   return lambda x, w: lax.cond(x[0, 0] < 100, fun, zeros, x, w)
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, in_a_branch])
+@pytest.mark.parametrize(
+  "wrap", mark_slow_params([jax.jit], [jax.jit, in_a_branch])
+)
 def test_an_unused_matmul_has_no_row(wrap):
   @wrap
   def both(x, w):

@@ -109,6 +109,7 @@ def test_the_same_model_without_the_fault_has_no_outlier(name):
   assert report.is_accurate
 
 
+@pytest.mark.slow
 def test_bfloat16_has_different_thresholds():
   """In bfloat16 all errors are larger, those of bad layers and the rest."""
   for fault in False, True:

@@ -46,11 +46,17 @@ from optax_lossscale.diagnostics._overflow import (
 )
 
 FAULTS = faulty_models.FAULTS
-
-
-@pytest.mark.parametrize(
-  "name", mark_slow_params({*FAULTS} - {"in_nnx", "in_equinox"}, FAULTS)
+QUICK_FAULTS = (
+  "matmul",
+  "in_jit",
+  "in_scan",
+  "in_while",
+  "in_cond",
+  "custom_vjp_backward",
 )
+
+
+@pytest.mark.parametrize("name", mark_slow_params(QUICK_FAULTS, FAULTS))
 def test_a_planted_fault_is_named_with_its_line_primitive_and_iteration(name):
   make, kind, path, backward, function = FAULTS[name]
   fun, *args = make()
@@ -72,7 +78,7 @@ def test_a_planted_fault_is_named_with_its_line_primitive_and_iteration(name):
 IN_HIJAX = [name for name in FAULTS if "remat" in name or "custom" in name]
 
 
-@pytest.mark.parametrize("name", IN_HIJAX)
+@pytest.mark.parametrize("name", mark_slow_params(IN_HIJAX[:1], IN_HIJAX))
 def test_a_fault_has_the_same_name_and_path_with_hijax(name):
   with hijax.enable_all_flags():
     test_a_planted_fault_is_named_with_its_line_primitive_and_iteration(name)
@@ -160,6 +166,7 @@ def test_the_overflow_report_converts_to_a_json_dict():
   assert data["other_origins"][0]["primitive"] == "log"
 
 
+@pytest.mark.slow
 def test_a_report_on_the_loss_scale_converts_to_json():
   tx = ols.with_loss_scaling(
     optax.sgd(0.1), ols.DynamicLossScale(2.0**20, min_scale=2.0**20)
@@ -188,6 +195,7 @@ def test_an_operand_is_printed_with_its_largest_magnitude():
 LARGE = jnp.full((2, 4), 300, jnp.float16)
 
 
+@pytest.mark.slow
 def test_the_fix_in_the_forward_pass_of_autocast_removes_the_overflow():
   def loss_fn(params, x):
     hidden = jnp.tanh(x @ params["down"])
@@ -375,6 +383,7 @@ def test_prints_appear_once_and_in_order_next_to_other_callbacks(wrap):
   assert [i for i in calls if i != "result"] == [4, 3, 2, 1, 0]
 
 
+@pytest.mark.slow
 def test_loops_with_effects_return_the_usual_results():
   def step(i, x):
     return pass_through_host(x) * 200, i * 2
@@ -496,6 +505,7 @@ def test_a_branch_and_a_loop_that_differ_among_devices_are_entered(
   assert get_names(hit)[1:] == (["div"] if loop == "cond" else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor, names", [(1, []), (60000, ["dot_general"])])
 def test_a_branch_may_compute_what_is_the_same_on_all_devices(factor, names):
   mesh = sharding.make_mesh((4,), ("data",))
@@ -511,6 +521,7 @@ def test_a_branch_may_compute_what_is_the_same_on_all_devices(factor, names):
   assert (get_names(hit) if hit else []) == names
 
 
+@pytest.mark.slow
 def test_a_large_array_is_checked_on_its_device():
   """One of a million entries is, and of a dtype that not all functions know."""
   fun = lambda x: (x * 2).astype(jnp.float8_e5m2)
@@ -692,6 +703,7 @@ def test_a_print_appears_once_and_each_run_calls_a_callback_with_a_result(
     assert has_line == is_repeated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(), (2, 2)])
 def test_a_mapped_while_loop_with_different_lengths_is_entered(shape):
   """Rows that have ended keep what they have, and are not blamed."""
@@ -724,6 +736,7 @@ def test_an_inf_that_a_function_without_equations_returns_is_named():
   assert find_overflow(jax.jit(fun), jnp.float32(1)).primitive == "constant"
 
 
+@pytest.mark.slow
 def test_an_uninitialized_value_is_named_only_if_it_reaches_the_result(
   monkeypatch,
 ):
@@ -801,6 +814,7 @@ def test_an_iteration_of_a_while_loop_is_named_by_its_number():
   assert get_names(find_overflow(fun, jnp.ones(3, X.dtype))) == ["div"]
 
 
+@pytest.mark.slow
 def test_a_loop_over_arrays_whose_types_are_sharded_is_followed():
   mesh = sharding.make_mesh((4,), ("data",), AxisType.Explicit)
   ones = jnp.ones((4, 3), X.dtype)
@@ -881,12 +895,14 @@ def attend(boost):
 QUERY = jnp.linspace(-1, 1, 12, dtype=X.dtype).reshape(3, 4)
 
 
+@pytest.mark.slow
 def test_a_carry_that_begins_as_inf_hides_no_fault():
   keys = jnp.stack([QUERY] * 4)
   assert find_overflow(attend(1), keys) is None
   assert find_overflow(attend(60000), keys).eqn_path == "scan[2]/mul"
 
 
+@pytest.mark.slow
 def test_a_limited_number_of_later_operations_is_measured(monkeypatch):
   """It would take long to compile otherwise."""
   monkeypatch.setattr(_origins, "_MAX_MEASURED", 20)
@@ -904,6 +920,7 @@ def test_a_limited_number_of_later_operations_is_measured(monkeypatch):
   assert 1 < counts[0] <= 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_whole", [0, 1000])
 def test_both_matmuls_of_a_sum_are_named_and_a_mask_only_in_a_large_program(
   max_whole, monkeypatch
@@ -920,6 +937,7 @@ def test_both_matmuls_of_a_sum_are_named_and_a_mask_only_in_a_large_program(
   assert names == ["log"] * (max_whole == 0) + ["dot_general"] * 2
 
 
+@pytest.mark.slow
 def test_a_mask_that_an_overflow_depends_on_is_not_an_origin():
   """Without the mask, the probabilities are too small to overflow."""
 
@@ -930,6 +948,7 @@ def test_a_mask_that_an_overflow_depends_on_is_not_an_origin():
   assert get_names(find_overflow(fun, X)) == ["mul"]
 
 
+@pytest.mark.slow
 def test_a_nan_argument_is_distinguished_from_another_fault():
   x, y = jnp.array([1, jnp.nan], X.dtype), jnp.ones(2, X.dtype)
   add = lambda x, y: x + jnp.exp(y * 20)
@@ -939,6 +958,7 @@ def test_a_nan_argument_is_distinguished_from_another_fault():
   assert get_names(find_overflow(add, x, y / 4)) == ["argument"]
 
 
+@pytest.mark.slow
 def test_an_inf_of_the_program_is_followed_through_matmuls():
   infs = jnp.array([jnp.inf] * 4, X.dtype)
   fun = lambda x: ((jnp.abs(x) + infs) @ (jnp.ones((4, 4), X.dtype))) @ x.T
@@ -948,12 +968,14 @@ def test_an_inf_of_the_program_is_followed_through_matmuls():
   assert get_names(hit) == ["broadcast_in_dim" if flag else "constant"]
 
 
+@pytest.mark.slow
 def test_origins_beyond_many_operations_are_left_out(monkeypatch):
   monkeypatch.setattr(_origins, "_MAX_MEASURED", 20)
   hit = find_overflow(lambda x: [jnp.exp(x * 20 + i) for i in range(40)], X)
   assert get_names(hit) == ["exp"] * 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_collective_is_blamed_only_for_an_inf_of_its_own(check_vma):
   mesh = sharding.make_mesh((4,), ("data",))

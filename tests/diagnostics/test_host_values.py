@@ -51,6 +51,7 @@ def test_a_sharded_array_cannot_be_read_by_one_of_several_processes(read_sizes):
   assert read_sizes == [8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name",
   mark_slow_params({"sound", "overflow"}, sharded_reports.CASES, SLOW),
@@ -63,6 +64,7 @@ def test_reports_read_only_small_arrays(name, read_sizes):
   assert max(read_sizes) <= MAX_READ_SIZE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_pmap_is_not_analyzed_on_the_devices_of_other_processes(
   num_processes, monkeypatch
@@ -72,6 +74,7 @@ def test_pmap_is_not_analyzed_on_the_devices_of_other_processes(
   assert ("the devices of other processes" in report) == (num_processes > 1)
 
 
+@pytest.mark.slow
 def test_shard_map_is_analyzed_on_the_devices_of_all_processes(monkeypatch):
   monkeypatch.setattr(jax, "process_count", lambda: 2)
   spans_processes = property(lambda mesh: True)

@@ -4,6 +4,7 @@ import dataclasses
 
 import equinox as eqx
 from flax import nnx
+from helpers import mark_slow_params
 from helpers.leaves import AS_ARRAYS, make_bad_weight, shard_array
 import jax
 import jax.numpy as jnp
@@ -81,6 +82,7 @@ def test_leaves_that_are_not_gradients_are_omitted():
   assert plots.exponent_histogram(tree).counts.sum() == 2
 
 
+@pytest.mark.slow
 def test_nnx_and_equinox_leaves_are_named_as_their_users_name_them():
   class Model(nnx.Module):
     def __init__(self):
@@ -138,7 +140,10 @@ REDUCE = {
 }
 
 
-@pytest.mark.parametrize("axis_type", list(AxisType)[:2])
+@pytest.mark.parametrize(
+  "axis_type",
+  mark_slow_params([AxisType.Auto], [AxisType.Auto, AxisType.Explicit]),
+)
 @pytest.mark.parametrize("name", REDUCE)
 def test_a_sharded_leaf_is_never_gathered(name, axis_type):
   reduce, args = REDUCE[name]
@@ -170,6 +175,7 @@ def test_the_error_of_a_stuck_run_sends_to_check_step():
   )
 
 
+@pytest.mark.slow
 def test_a_run_that_skips_its_first_steps_to_find_the_scale_is_not_stuck():
   """The gradient, 100 times the scale, is finite in float16 from 2**9 on."""
   tx = ols.with_loss_scaling(optax.sgd(0.1))
@@ -195,6 +201,7 @@ FAIRSEQ = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", FAIRSEQ, ids=str)
 def test_the_lowest_scale_of_fairseq_is_where_its_rule_stops(options):
   """Above its min_scale, where it raises an error."""
@@ -308,7 +315,11 @@ def test_float64_gradients_are_compared_in_float64(dtype):
 
 
 @pytest.mark.parametrize(
-  "dtype", ["float8_e4m3fn", "float16", "bfloat16", "float32", "complex64"]
+  "dtype",
+  mark_slow_params(
+    ["complex64"],
+    ["float8_e4m3fn", "float16", "bfloat16", "float32", "complex64"],
+  ),
 )
 def test_all_dtypes_are_read_under_strict_promotion(dtype):
   with jax.numpy_dtype_promotion("strict"):

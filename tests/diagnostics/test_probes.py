@@ -52,6 +52,7 @@ def count_with_numpy(x):
   return counts
 
 
+@pytest.mark.slow
 def test_every_float16_is_counted_in_its_binade():
   every = np.arange(2**16, dtype=np.uint16).view(np.float16)
   np.testing.assert_array_equal(
@@ -75,6 +76,7 @@ def test_other_dtypes_are_counted_as_float16_would_see_them(dtype):
     np.testing.assert_array_equal(counts, count_with_numpy(x))
 
 
+@pytest.mark.slow
 def test_both_parts_of_complex_numbers_are_counted():
   x = jnp.array([1 + 2j, 3 + 0j], jnp.complex64)
   np.testing.assert_array_equal(get_counts(x), count_with_numpy([1, 2, 3, 0]))
@@ -194,11 +196,13 @@ def test_under_shard_map_each_device_may_have_its_own_slot():
     )
 
 
+@pytest.mark.slow
 def test_counts_are_exact_beyond_what_float32_can_count_one_by_one():
   counts = get_counts(jnp.ones(2**24 + 4, jnp.float16))
   assert counts.sum() == 2**24 + 4
 
 
+@pytest.mark.slow
 def test_more_numbers_than_an_int32_counts_are_counted_in_parts(monkeypatch):
   monkeypatch.setattr(_checks, "MAX_COUNT", 20)
   np.testing.assert_array_equal(get_counts(X[:, 0]), count_with_numpy(X[:, 0]))
@@ -207,10 +211,10 @@ def test_more_numbers_than_an_int32_counts_are_counted_in_parts(monkeypatch):
 @pytest.mark.parametrize(
   "symbolic, shape",
   [
-    ("b", lambda b: (b,)),
-    ("b, 4, 8", lambda b: (b, 4, 8)),
-    ("4, b, 8", lambda b: (4, b, 8)),
     ("b, 4, 2*b", lambda b: (b, 4, 2 * b)),
+    pytest.param("b", lambda b: (b,), marks=pytest.mark.slow),
+    pytest.param("b, 4, 8", lambda b: (b, 4, 8), marks=pytest.mark.slow),
+    pytest.param("4, b, 8", lambda b: (4, b, 8), marks=pytest.mark.slow),
   ],
 )
 def test_a_probe_is_exported_with_a_symbolic_batch_size(symbolic, shape):
@@ -232,6 +236,7 @@ def test_a_slot_that_is_not_differentiated_costs_nothing():
   assert flops(loss_fn) == flops(plain)
 
 
+@pytest.mark.slow
 def test_functions_that_read_counts_are_exact():
   x = jnp.array([0, 0, 0.75, 40000, -20000, jnp.inf, jnp.nan, 1], jnp.float16)
   metrics = ols.diagnostics.probe_metrics(
@@ -308,6 +313,7 @@ def test_headroom_respects_the_hottest_probe(with_probes):
     assert state.total_notfinite > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "x, scale, finite, amax",
   [
@@ -330,6 +336,7 @@ def test_evidence_is_finiteness_and_the_unscaled_maximum(
   np.testing.assert_allclose(evidence["grads_amax"], amax, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_nonfinite_cotangent_skips_the_step_though_no_gradient_shows_it():
   tx = ols.with_loss_scaling(optax.sgd(1.0), max_norm=1.0)
   w = jnp.ones(3)
