@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Instructions that move no bytes: they name memory, or wait for others.
 FREE = {
@@ -71,6 +71,24 @@ def parse(text: str) -> Moved:
   """
   computations, entry = _parse_computations(text)
   return _moved(computations, entry)
+
+
+def read_memory(compiled: Any) -> dict[str, int]:
+  """Return the bytes of memory that a compiled function needs, by kind."""
+  memory = compiled.memory_analysis()
+  aliased, temporary = memory.alias_size_in_bytes, memory.temp_size_in_bytes
+  needed = (
+    memory.argument_size_in_bytes
+    + memory.output_size_in_bytes
+    + temporary
+    - aliased
+  )
+  return {
+    "temporary": temporary,
+    "peak": getattr(memory, "peak_memory_in_bytes", 0) or needed,
+    "aliased": aliased,
+    "needed": needed,
+  }
 
 
 def collectives(text: str) -> list[tuple[str, str]]:

@@ -11,8 +11,8 @@ import signal
 import sys
 import time
 
-from on_gpu import findings, plan, processes, sizes
-from on_gpu.versions import version
+from on_gpu import devices, findings, processes, sizes
+from on_gpu.part import PARTS
 
 OPTIONAL = ("torch", "flax", "jmp")
 RESERVE = 8.0  # seconds for ending the last part
@@ -43,34 +43,22 @@ def _parse_args(description):
     description=description,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
-  parser.add_argument(
-    "--out", type=pathlib.Path, required=True, help="the folder for the results"
-  )
-  parser.add_argument(
-    "--minutes", type=float, default=8, help="what it may take in all"
-  )
-  parser.add_argument(
-    "--row-seconds",
-    type=float,
-    default=120,
-    help="what a row of a table may take until it is stopped",
-  )
-  parser.add_argument(
-    "--size",
-    choices=list(sizes.SIZES),
-    default="full",
-    help="full: an H100; small: a GPU with 16 GB; tiny: to try it out",
-  )
-  parser.add_argument(
-    "--without", nargs="+", choices=OPTIONAL, default=[], metavar="LIBRARY"
-  )
-  parser.add_argument(
+  add = parser.add_argument
+  add("--out", type=pathlib.Path, required=True, help="folder of the results")
+  add("--minutes", type=float, default=8, help="the time for all")
+  add("--row-seconds", type=float, default=120, help="the limit of a row")
+  size_help = "full: an H100; small: a GPU with 16 GB; tiny: to try it out"
+  add("--size", choices=list(sizes.SIZES), default="full", help=size_help)
+  add("--without", nargs="+", choices=OPTIONAL, default=[], metavar="LIBRARY")
+  parts_help = f"some of {', '.join(PARTS)}"
+  names = list(PARTS)
+  add(
     "--parts",
     nargs="+",
-    choices=list(plan.PARTS),
-    default=list(plan.PARTS),
+    choices=names,
+    default=names,
     metavar="PART",
-    help=f"some of {', '.join(plan.PARTS)}",
+    help=parts_help,
   )
   return parser.parse_args()
 
@@ -88,12 +76,12 @@ def _facts(args):
 
 
 def _report_missing(without, found):
-  """The libraries that are left out, with a line for each."""
+  """Return the libraries that are left out, and report each in a line."""
   missing = list(without)
   for library in OPTIONAL:
     if library in without:
       found.line(f"Left out, as asked for: {library}")
-    elif version(library) is None:
+    elif devices.find_version(library) is None:
       found.line(f"Left out, since it is not installed: {library}")
       missing.append(library)
   return missing
@@ -102,7 +90,7 @@ def _report_missing(without, found):
 def _run_parts(args, missing, until, scratch, found):
   parts = {
     name: part
-    for name, part in plan.PARTS.items()
+    for name, part in PARTS.items()
     if name in args.parts and part.library not in missing
   }
   log = args.out.resolve() / "log.txt"

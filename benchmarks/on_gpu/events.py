@@ -1,15 +1,23 @@
 """Events that a part sends to the command that started it, as lines of JSON.
 
-Events have their own pipe, since libraries write to standard output, even in
-the middle of a line.
+A part keeps its standard output for them, since libraries print, even in the
+middle of a line.
 """
 
 import json
 import math
 import os
+import sys
 from typing import Any
 
-PIPE = "ON_GPU_EVENTS"  # the variable with the number of the pipe
+_output = None  # None if a part is started by hand
+
+
+def reserve_output() -> None:
+  """Keep standard output for events; what libraries print is in the log."""
+  global _output
+  _output = os.fdopen(os.dup(1), "w")
+  os.dup2(2, 1)
 
 
 def tell(kind: str, **fields: Any) -> None:
@@ -22,11 +30,7 @@ def tell(kind: str, **fields: Any) -> None:
     **fields: the content of the event, as JSON.
   """
   text = dumps({"kind": kind} | fields)
-  if PIPE not in os.environ:  # A part that was started by hand.
-    print(text, flush=True)
-    return
-  with open(int(os.environ[PIPE]), "w", closefd=False) as pipe:
-    pipe.write(text + "\n")
+  print(text, file=_output or sys.stdout, flush=True)
 
 
 def line(text: str) -> None:
@@ -36,14 +40,14 @@ def line(text: str) -> None:
 
 def dumps(value: Any, **options: Any) -> str:
   """JSON that every reader takes: NaN and infinities are strings."""
-  return json.dumps(_spelled(value), allow_nan=False, **options)
+  return json.dumps(_spell_out(value), allow_nan=False, **options)
 
 
-def _spelled(value):
+def _spell_out(value):
   if isinstance(value, float) and not math.isfinite(value):
     return str(value)
   if isinstance(value, dict):
-    return {key: _spelled(item) for key, item in value.items()}
+    return {key: _spell_out(item) for key, item in value.items()}
   if isinstance(value, list | tuple):
-    return [_spelled(item) for item in value]
+    return [_spell_out(item) for item in value]
   return value

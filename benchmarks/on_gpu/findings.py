@@ -23,7 +23,7 @@ class Findings:
     self.write()
 
   def add(self, found: dict[str, Any]) -> None:
-    """Takes an event of a part."""
+    """Take an event of a part."""
     if found["kind"] == "facts":
       self._facts |= found["facts"]
     elif found["kind"] == "table":
@@ -35,12 +35,12 @@ class Findings:
     self.write()
 
   def line(self, text: str) -> None:
-    """Prints a line, and keeps it."""
+    """Print a line, and keeps it."""
     self._lines.append(text)
     print(text, flush=True)
 
   def print_tables(self) -> None:
-    """Prints the tables that changed since the last time."""
+    """Print the tables that changed since the last time."""
     for title in list(self.tables):
       if title in self._unprinted:
         print(f"\n{self._section(title)}", flush=True)

@@ -3,21 +3,22 @@
 import dataclasses
 import functools
 import gc
-import math
+import json
+import pathlib
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from shared import clock
 from shared.jax_program import JaxProgram
 from shared.variants import NEEDS, VARIANTS
 from shared.workloads import Workload
 
-from on_gpu import bandwidth, events, expected_bytes, jax_device
-from on_gpu.rows import Rows
+from on_gpu import devices
+from on_gpu.rows import Rows, share_time
 
+COMPILED = pathlib.Path(__file__).parents[1] / "compilers/compile_costs.json"
 COMPARED = (
   "bare",
   "ours",
@@ -40,28 +41,26 @@ class Case:
   compared: tuple[str, ...] = COMPARED  # variants
 
 
-NUM_LARGE = 4  # leaves
 CLIPPED = {"weight_decay": True, "clip": True}
-LARGE = {
-  "Adam": Case("adam"),
-  "Adam, float16 gradients": Case("adam, float16 gradients", dtype=jnp.float16),
-  "AdamW, clipped": Case("adamw, clipped", options=CLIPPED),
-  "Adam, bfloat16 moments": Case(
-    "adam, bfloat16 moments", options={"mu_dtype": jnp.bfloat16}
-  ),
+CASES = {
+  "large": {
+    "Adam": Case("adam"),
+    "Adam, float16 gradients": Case(
+      "adam, float16 gradients", dtype=jnp.float16
+    ),
+    "AdamW, clipped": Case("adamw, clipped", options=CLIPPED),
+    "Adam, bfloat16 moments": Case(
+      "adam, bfloat16 moments", options={"mu_dtype": jnp.bfloat16}
+    ),
+  },
+  # Small leaves move the same bytes, in many more kernels.
+  "small": {
+    "Adam, many leaves": Case("adam, 100 leaves", many=True),
+    "AdamW, clipped, many leaves": Case(
+      "adamw, clipped", many=True, options=CLIPPED
+    ),
+  },
 }
-# Small leaves move the same bytes, in many more kernels.
-SMALL = {
-  "Adam, many leaves": Case("adam", many=True),
-  "AdamW, clipped, many leaves": Case(
-    "adamw, clipped", many=True, options=CLIPPED
-  ),
-}
-
-
-CASES = {"large": LARGE, "small": SMALL}
-# A variant takes up to so many times as long to compile as the bare optimizer.
-VARIANT_TO_BARE = 2.5
 
 
 def run(what: str, size, until: float, without=(), finished=None) -> None:
@@ -74,111 +73,74 @@ def run(what: str, size, until: float, without=(), finished=None) -> None:
     without: the libraries to leave out.
     finished: the rows that an earlier process measured.
   """
-  copy = bandwidth.measure(jax_device.Copy(size.copied), "JAX")
-  cases = CASES[what]
-  for i, (name, case) in enumerate(cases.items()):
-    now = time.time()
-    share = (until - now) / (len(cases) - i)
-    if share < 1:
-      events.line(f"Left out, since no time is left: {name} in JAX")
-      continue
+  copy = devices.measure_copy(make_copy(size), "JAX")
+  for name, case, case_until in share_time(CASES[what], until, "JAX"):
     table = Rows("optimizer", f"{name}, JAX", finished)
-    _run_case(table, case, size, now + share, without, copy)
+    _run_case(table, case, size, case_until, without, copy)
     # Free the state of this case for the state of the next.
     jax.clear_caches()
     gc.collect()
 
 
+def make_copy(size) -> JaxProgram:
+  """Make a program that reads numbers and writes them back."""
+  row = {"bytes": 8 * size.copied}
+  step = lambda x, _: (x + 1, None)
+  return JaxProgram(row, step, jnp.ones(size.copied, jnp.float32), [None])
+
+
 def _run_case(table, case, size, until, without, copy):
-  variants = [v for v in case.compared if NEEDS.get(v) not in without]
-  begin_until = until - 0.3 * (until - time.time())
-
-  def measure_each(variants, leaves):
-    workload = make_workload(case, size, leaves)
-    n_params = sum(leaf.size for leaf in jax.tree.leaves(workload.params))
-    rows = [
-      {
-        "variant": variant,
-        "leaves": leaves if case.many else None,
-        "parameters": n_params,
-        "copy": copy,
-        "expected_bytes": expected_bytes.get_bytes_per_parameter(
-          case.same_as, variant
-        ),
-      }
-      for variant in variants
-    ]
-    make = functools.partial(
-      _make_program, workload=workload, steps=size.steps_in_a_row + 1
-    )
-    return table.measure_each(rows, make, begin_until)
-
-  if case.many:
-    # The first row compiles soon, and shows how long the others take.
-    programs = measure_each(variants[:1], size.few_small_leaves)
-    leaves = _choose_leaves(table.rows[0], size, len(variants), begin_until)
-    if leaves == size.few_small_leaves:
-      variants = variants[1:]
-    programs += measure_each(variants, leaves)
-  else:
-    programs = measure_each(variants, NUM_LARGE)
-  clock.measure(
-    programs, rounds=size.rounds, steps=size.steps_in_a_row, until=until
+  workload = make_workload(case, size)
+  leaves = jax.tree.leaves(workload.params)
+  rows = [
+    {
+      "variant": variant,
+      "leaves": len(leaves) if case.many else None,
+      "parameters": sum(leaf.size for leaf in leaves),
+      "copy": copy,
+      "expected_bytes": get_expected_bytes(case.same_as, variant),
+    }
+    for variant in case.compared
+    if NEEDS.get(variant) not in without
+  ]
+  steps = size.steps_in_a_row
+  make_program = functools.partial(
+    _make_program, workload=workload, steps=steps + 1
   )
-  table.tell(complete=True)
+  begin_until = until - 0.3 * (until - time.time())
+  programs = table.measure_each(rows, make_program, lambda row: begin_until)
+  table.take_turns(programs, size, steps, until)
 
 
-def _choose_leaves(first, size, num_variants, begin_until):
-  """Return the number of small leaves, and keep it for a later process."""
-  if "chosen_leaves" not in first:
-    first["chosen_leaves"] = fit_leaves(
-      first.get("compile_seconds", math.inf) / size.few_small_leaves,
-      size.few_small_leaves,
-      size.small_leaves,
-      (begin_until - time.time()) / (num_variants * VARIANT_TO_BARE),
-    )
-    if first["chosen_leaves"] < size.small_leaves:
-      events.line(
-        f"{first['chosen_leaves']} leaves instead of {size.small_leaves}, since"
-        " these would take longer to compile than the part has"
-      )
-  return first["chosen_leaves"]
-
-
-def fit_leaves(
-  seconds_per_leaf: float, fewest: int, most: int, available: float
-) -> int:
-  """Return the number of leaves that compile in the available seconds."""
-  if seconds_per_leaf * most <= available:
-    return most
-  return max(fewest, int(available / seconds_per_leaf))
+def get_expected_bytes(step: str, variant: str) -> float | None:
+  """Return the bytes per parameter by the compiler for H100, or None."""
+  if not COMPILED.exists():
+    return None
+  steps = json.loads(COMPILED.read_text())["steps"].get("h100", {})
+  return steps.get(step, {}).get(variant, {}).get("bytes")
 
 
 def _make_program(row, workload, steps):
   """Compile a row, and take its first steps."""
   step, carry = VARIANTS[row["variant"]][0](workload)
-  bad = None if row["variant"] == "bare" else overflowing(workload.data)
+  bad = None if row["variant"] == "bare" else workload.overflowing_data()
   program = JaxProgram(row, step, carry, [workload.data], bad)
   del carry
   clock.take_first_steps(program, steps)
   return program
 
 
-def make_workload(case: Case, size, leaves: int) -> Workload:
+def make_workload(case: Case, size) -> Workload:
   """Parameters and gradients, drawn on the device."""
+  n_leaves = size.small_leaves if case.many else 4
   shape = size.small if case.many else size.large
 
   def draw(key):
-    # One program: with one for each of 300 leaves, it compiles for a minute.
-    drawn = jax.jit(jax.random.normal, static_argnums=1)(key, (leaves, *shape))
+    # One program: with one for each leaf, it compiles for long.
+    draw_all = jax.jit(jax.random.normal, static_argnums=1)
+    drawn = draw_all(key, (n_leaves, *shape))
     return {f"w{i:03}": 1e-2 * leaf for i, leaf in enumerate(drawn)}
 
   key = jax.random.key(0)
   grads = jax.tree.map(lambda g: g.astype(case.dtype), draw(key))
   return Workload(draw(jax.random.fold_in(key, 1)), grads, **case.options)
-
-
-def overflowing(grads: dict[str, Any]) -> dict[str, Any]:
-  """The same gradients, of which one entry is inf."""
-  name, leaf = list(grads.items())[-1]
-  return grads | {name: leaf.at[(0,) * leaf.ndim].set(np.inf)}

@@ -8,10 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from shared import clock
+from shared import clock, models, weights
 from shared.jax_program import JaxProgram
 
-from on_gpu import models, weights
 from on_gpu.rows import Rows
 import optax_lossscale as ols
 
@@ -79,23 +78,23 @@ class Model:
 
 
 def run(name: str, size, until: float, without=(), finished=None) -> None:
-  """Measures one model in as many rows as there is time for."""
+  """Measure one model in as many rows as there is time for."""
   model = Model(name, size)
   table = Rows("training", f"{name}, JAX", finished)
+  begin_until = until - 0.3 * (until - time.time())
   programs = table.measure_each(
     [
       {"variant": precision, "checkpoint": checkpoint}
       for precision, checkpoint in ROWS[: size.rows]
     ],
     functools.partial(_make_program, model=model, size=size),
-    begin_until=until - 0.3 * (until - time.time()),
+    lambda row: begin_until,
   )
-  clock.measure(programs, rounds=size.rounds, steps=2, until=until)
-  table.tell(complete=True)
+  table.take_turns(programs, size, 2, until)
 
 
 def _make_program(row, model, size):
-  """Compiles a row, and takes its first steps."""
+  """Compile a row, and takes its first steps."""
   precision = PRECISIONS[row["variant"]]
   step, carry = make_step(
     model.loss_fn(precision, row["checkpoint"]), precision, model.params

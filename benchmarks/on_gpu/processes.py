@@ -3,17 +3,14 @@
 from collections.abc import Generator
 import contextlib
 import json
-import math
 import os
 import pathlib
-import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
-
-from on_gpu import events
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[1]
 GRACE = 5.0  # seconds for a part to end on its own after its time is over
@@ -51,9 +48,9 @@ def run(
   request: dict[str, Any],
   scratch: pathlib.Path,
   log: pathlib.Path,
-  row_seconds: float = math.inf,
+  row_seconds: float = 120,
 ) -> Generator[dict[str, Any], None, None]:
-  """Runs a part.
+  """Run a part.
 
   A row that takes too long, or crashes, ends the process of the part. The rows
   after it are measured in another process.
@@ -74,101 +71,104 @@ def run(
 
 def _run_process(request, scratch, log, row_seconds):
   """Run a process of a part, and return whether another one continues it."""
-  process, pipe = _start(request, scratch, log)
-  until = {"part": request["until"] + GRACE, "row": math.inf}
-  begun = overtime = None  # the event of the row that is being measured
-  try:
-    lines = _Lines(pipe)
-    while line := lines.read(min(until.values())):
-      event = json.loads(line)
+  begun = None  # the event of the row that is being measured
+  with _Process(request, scratch, log) as process:
+    process.end_after("part", request["until"] + GRACE - time.time())
+    for event in process.read_events():
       if event["kind"] == "end":
-        return (
-          False  # Its own processes may continue, such as compiler workers.
-        )
+        # Its own processes may continue, such as compiler workers.
+        return False
       if event["kind"] == "begin":
-        begun, until["row"] = event, time.time() + row_seconds
+        begun = event
+        process.end_after("row", row_seconds)
         continue
       if event["kind"] == "table":
-        begun, until["row"] = None, math.inf
+        begun = None
+        process.lift("row")
         request["finished"][event["title"]] = event["rows"]
       yield event
-    if line is None:
-      overtime = min(until, key=until.get)
-  finally:
-    _kill(process)
-    os.close(pipe)
   part = request["part"]
   if begun:
-    event = _add_error(begun, overtime, row_seconds)
+    event = _add_error(begun, process.ended_by, row_seconds)
     request["finished"][event["title"]] = event["rows"]
     yield event
-  if overtime == "part":
-    yield _line(f"{part} was ended, since its time was over.")
+  if process.ended_by == "part":
+    text = f"{part} was ended, since its time was over."
   elif not begun:
-    yield _line(f"{part} broke off: log.txt may say why.")
+    text = f"{part} broke off: log.txt may say why."
   elif time.time() > request["until"]:
-    yield _line(f"{part} ended, since its time was over.")
+    text = f"{part} ended, since its time was over."
   else:
     return True
+  yield {"kind": "line", "text": text}
   return False
 
 
-def _add_error(begun, overtime, row_seconds):
+def _add_error(begun, ended_by, row_seconds):
   """Return the table with the row that ended a process."""
   reason = {
     "row": f"more than {row_seconds:g} s",
     "part": "the time of its part was over",
     None: "its process broke off, and log.txt may say why",
-  }[overtime]
+  }[ended_by]
   *rows, row = begun["rows"]
   rows.append(row | {"error": f"not measured: {reason}"})
   return begun | {"kind": "table", "rows": rows}
 
 
-class _Lines:
-  """The lines of a pipe."""
+class _Process:
+  """The process of a part, which is killed on exit, or when a limit is over.
 
-  def __init__(self, pipe: int):
-    self._pipe, self._rest = pipe, b""
+  Attributes:
+    ended_by: the name of the limit that ended it, or None.
+  """
 
-  def read(self, until: float) -> bytes | None:
-    """Return a line, b"" at the end of the pipe, or None at a time."""
-    while b"\n" not in self._rest:
-      seconds = max(0.0, until - time.time())
-      if not select.select([self._pipe], [], [], seconds)[0]:
-        return None
-      read = os.read(self._pipe, 2**16)
-      if not read:
-        return b""
-      self._rest += read
-    line, self._rest = self._rest.split(b"\n", 1)
-    return line
+  def __init__(self, request, scratch, log):
+    with log.open("a") as printed:
+      self._process = subprocess.Popen(
+        [sys.executable, "-m", "on_gpu.part", json.dumps(request)],
+        env=environment(scratch),
+        cwd=scratch,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=printed,
+        text=True,
+        start_new_session=True,  # To end its own processes, too.
+      )
+    self.ended_by: str | None = None
+    self._limits: dict[str, threading.Timer] = {}
 
+  def __enter__(self):
+    return self
 
-def _start(request, scratch, log):
-  """Start a part, and return its process and the pipe of its events."""
-  reads, writes = os.pipe()
-  with log.open("a") as printed:
-    process = subprocess.Popen(
-      [sys.executable, "-m", "on_gpu.part", json.dumps(request)],
-      env=environment(scratch) | {events.PIPE: str(writes)},
-      cwd=scratch,
-      pass_fds=[writes],
-      stdin=subprocess.DEVNULL,
-      stdout=printed,
-      stderr=subprocess.STDOUT,
-      start_new_session=True,  # To end its own processes, too.
-    )
-  os.close(writes)
-  return process, reads
+  def __exit__(self, *_):
+    for name in self._limits:
+      self.lift(name)
+    self._kill()
+    self._process.stdout.close()
+    self._process.wait()
 
+  def read_events(self):
+    """Yield the events of the process until it ends."""
+    for line in self._process.stdout:
+      if line.endswith("\n"):  # not of a process that ended in the middle
+        yield json.loads(line)
 
-def _kill(process):
-  """Ends a process and those that it started, if any are left."""
-  with contextlib.suppress(ProcessLookupError):
-    os.killpg(process.pid, signal.SIGKILL)
-  process.wait()
+  def end_after(self, name: str, seconds: float) -> None:
+    """Set a limit."""
+    self._limits[name] = threading.Timer(max(0, seconds), self._end, [name])
+    self._limits[name].start()
 
+  def lift(self, name: str) -> None:
+    """Lift a limit, if it is set."""
+    if name in self._limits:
+      self._limits[name].cancel()
 
-def _line(text):
-  return {"kind": "line", "text": text}
+  def _end(self, name):
+    self.ended_by = self.ended_by or name
+    self._kill()
+
+  def _kill(self):
+    """End the process and those that it started, if any are left."""
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(self._process.pid, signal.SIGKILL)

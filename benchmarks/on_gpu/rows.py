@@ -5,7 +5,7 @@ starts another process for the rows after it. A row is begun before anything is
 computed for it, so that the command knows the row that takes too long.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import gc
 import time
 from typing import Any
@@ -16,6 +16,25 @@ from on_gpu import events
 
 Row = dict[str, Any]
 NO_TIME = "left out, since no time is left"
+
+
+def share_time(
+  cases: Mapping[str, Any], until: float, library: str
+) -> Iterator[tuple[str, Any, float]]:
+  """Yield each case with the time at which it should end, while there is time.
+
+  Args:
+    cases: by name.
+    until: the time at which the last case should end.
+    library: the library that is measured.
+  """
+  for i, (name, case) in enumerate(cases.items()):
+    now = time.time()
+    share = (until - now) / (len(cases) - i)
+    if share < 1:
+      events.line(f"Left out, since no time is left: {name} in {library}")
+    else:
+      yield name, case, now + share
 
 
 class Rows:
@@ -38,14 +57,13 @@ class Rows:
     """
     self._kind, self._title = kind, title
     self._finished = list((finished or {}).get(title, []))
-    self._took: dict[Any, float] = {}
     self.rows: list[Row] = []
 
   def measure_each(
     self,
     rows: Iterable[Row],
     measure: Callable[[Row], Any],
-    begin_until: float | Callable[[Row], float],
+    begin_until: Callable[[Row], float],
   ) -> list[Any]:
     """Measure rows one by one, and send the table after each.
 
@@ -55,36 +73,31 @@ class Rows:
     Args:
       rows: what identifies each row.
       measure: adds the results to a row.
-      begin_until: the time at which the last row should be measured.
+      begin_until: the time at which a row should be measured.
 
     Returns:
       What `measure` returned, without the rows that failed or were finished.
     """
-    results = []
+    results, took = [], {}
     for row in rows:
       if not self.begin(row):
         continue
       kind = row.get("compiled")
-      until = begin_until(row) if callable(begin_until) else begin_until
       start = time.time()
-      if start + self._took.get(kind, 0.0) > until:
+      if start + took.get(kind, 0.0) > begin_until(row):
         row["error"] = NO_TIME
       else:
         with clock.catch(row):
           results.append(measure(row))
-        self._took[kind] = time.time() - start
+        took[kind] = time.time() - start
         gc.collect()
       self.tell()
     return results
 
   def begin(self, row: Row) -> bool:
-    """Add a row.
+    """Add a row, and return whether to measure it.
 
-    Args:
-      row: what identifies the row; the caller adds its results.
-
-    Returns:
-      Whether to measure the row: False if an earlier process did.
+    It is not measured if an earlier process did.
     """
     if self._finished:
       self.rows.append(self._finished.pop(0))
@@ -93,12 +106,13 @@ class Rows:
     events.tell("begin", table=self._kind, title=self._title, rows=self.rows)
     return True
 
-  def tell(self, *, complete: bool = False) -> None:
-    """Send all rows, of which the last one is no longer being measured.
+  def take_turns(self, programs, size, steps: int, until: float) -> None:
+    """Time programs in rounds, and send the complete table."""
+    clock.measure(programs, rounds=size.rounds, steps=steps, until=until)
+    self.tell(complete=True)
 
-    Args:
-      complete: whether no row will be added.
-    """
+  def tell(self, *, complete: bool = False) -> None:
+    """Send all rows; those of a table that is complete are all there."""
     events.tell(
       "table",
       table=self._kind,

@@ -10,8 +10,7 @@ class Size:
   copied: int = 2**28  # float32 numbers, to measure the bandwidth
   large: tuple[int, int] = (8192, 8192)  # of each of the 4 large leaves
   small: tuple[int, int] = (512, 512)  # of each of the small leaves
-  small_leaves: int = 300  # at most
-  few_small_leaves: int = 30  # measured first, and at least
+  small_leaves: int = 100
   steps_in_a_row: int = 4  # of an optimizer, timed together
   rounds: int = 20  # at most
   first_steps: int = 20  # of a training; the last one's loss is shown
@@ -48,7 +47,6 @@ SIZES = {
     large=(64, 64),
     small=(8, 8),
     small_leaves=6,
-    few_small_leaves=2,
     steps_in_a_row=2,
     rounds=3,
     first_steps=3,

@@ -1,6 +1,5 @@
 """The tables in Markdown."""
 
-from collections.abc import Callable
 import math
 from typing import Any
 
@@ -8,23 +7,53 @@ from shared.tables import markdown
 
 SLOWER_THAN_ITS_BYTES = 1.3
 Row = dict[str, Any]
+# By kind of table, heading and cell of each column. A cell is empty if the row
+# lacks its value; after an error, only the first and the last one are shown.
+COLUMNS = {
+  "optimizer": {
+    "variant": "{name}",
+    "time, ms": "{median:.3f} [{low:.3f}, {high:.3f}]",
+    "to the first": "{relative:.2f}x",
+    "skip / step": "{skip:.2f}x",
+    "bytes, expected": "{expected_bytes:.1f}",
+    "bytes, compiled here": "{moved:.1f}",
+    "kernels": "{kernels}",
+    "GB/s": "{rate:,.0f}",
+    "copy of these bytes, ms": "{copy_milliseconds:.3f}",
+    "verdict": "{verdict}",
+    "compile, s": "{compile_seconds:.1f}",
+  },
+  "training": {
+    "variant": "{name}",
+    "time, ms": "{median:.3f} [{low:.3f}, {high:.3f}]",
+    "to the first": "{relative:.2f}x",
+    "peak MB": "{peak:,.1f}",
+    "skipped": "{skipped}",
+    "loss": "{loss:.4f}",
+    "after steps": "{steps}",
+    "first step or compile, s": "{compile_seconds:.1f}",
+    "error": "{error}",
+  },
+  "report": {
+    "variant": "{name}",
+    "time, s": "{seconds:.1f}",
+    "to compiling": "{to_compiling:.1f}x",
+    "of it tracing, s": "{trace_seconds:.1f}",
+    "problems": "{problems}",
+    "error": "{error}",
+  },
+}
 
 
 def render(kind: str, rows: list[Row]) -> str:
-  """A table of rows of one kind, "optimizer", "training" or "report"."""
+  """Return a table of rows of one kind, a key of ``COLUMNS``."""
   columns = COLUMNS[kind]
-  firsts: dict[int | None, Row] = {}  # by the number of leaves
-  for row in rows:
-    if "milliseconds" in row:
-      firsts.setdefault(row.get("leaves"), row)
+  first = next((row for row in rows if "milliseconds" in row), None)
   cells = [
-    [
-      cell(row, firsts.get(row.get("leaves"))) if _shown(name, row) else ""
-      for name, cell in columns
-    ]
+    [_format(cell, _derive(row, first)) for cell in columns.values()]
     for row in rows
   ]
-  return markdown([[name for name, _ in columns], *cells], right_from=1)
+  return markdown([list(columns), *cells], right_from=1)
 
 
 def name(row: Row) -> str:
@@ -37,126 +66,58 @@ def name(row: Row) -> str:
 
 def summarize(row: Row) -> str:
   """Return the result of a row in a few words, or "" if there is none yet."""
+  values = _derive(row)
+  time = _format("{median:.3f} ms", values)
+  loss = _format(", loss {loss:.4f}", values)
+  return row.get("error") or _format("{seconds:.1f} s", values) or time + loss
+
+
+def _format(cell: str, values: Row) -> str:
+  try:
+    return cell.format_map(values)
+  except KeyError:
+    return ""
+
+
+def _derive(row: Row, first: Row | None = None) -> Row:
+  """Return the values of a row for its cells."""
+  label = {"name": name(row)}
   if "error" in row:
-    return row["error"]
-  if "seconds" in row:
-    return f"{row['seconds']:.1f} s"
-  if "milliseconds" not in row:
-    return ""
-  loss = _number("loss", ".4f")(row, None)
-  return f"{row['milliseconds'][1]:.3f} ms" + (f", loss {loss}" if loss else "")
+    error = row["error"].replace("|", "\\|")
+    return label | {"verdict": error, "error": error}
+  # In JSON, NaN and infinities are strings.
+  values = {
+    key: float(value) if value in ("nan", "inf", "-inf") else value
+    for key, value in row.items()
+    if value is not None
+  }
+  if "peak_bytes" in row:
+    values["peak"] = row["peak_bytes"] / 1e6
+  if "moved_bytes" in row and "parameters" in row:
+    values["moved"] = row["moved_bytes"] / row["parameters"]
+  if "milliseconds" in row:
+    values |= _derive_times(values, first)
+  return values | label
 
 
-def compute_bytes_milliseconds(row: Row) -> float | None:
-  """How long a copy of the bytes of a step takes on this device."""
-  bytes_, copy = _bytes(row), row.get("copy")
-  if not bytes_ or not isinstance(copy, int | float) or math.isnan(copy):
-    return None
-  return bytes_ / copy * 1e3
-
-
-def verdict(row: Row) -> str:
-  """Whether the time of a step is that of its bytes."""
-  if "error" in row:
-    return row["error"].replace("|", "\\|")
-  least = compute_bytes_milliseconds(row)
-  if least is None or "milliseconds" not in row:
-    return ""
-  times = row["milliseconds"][1] / least
-  if times > SLOWER_THAN_ITS_BYTES:
-    return f"{times:.2f}x: takes longer than its bytes"
-  return f"{times:.2f}x"
-
-
-def _bytes(row):
-  """Return the bytes of a step: as expected, or as compiled here, or None."""
-  if row.get("expected_bytes"):
-    return row["expected_bytes"] * row["parameters"]
-  return row.get("moved_bytes")
-
-
-def _shown(column, row):
-  """Return whether a cell has a value; after an error only the last one has."""
-  return "error" not in row or column in ("variant", "verdict", "error")
-
-
-def _time(row, first):
-  if "milliseconds" not in row:
-    return ""
-  low, middle, high = row["milliseconds"]
-  return f"{middle:.3f} [{low:.3f}, {high:.3f}]"
-
-
-def _relative(row, first):
-  if first is None or "milliseconds" not in row:
-    return ""
-  return f"{row['milliseconds'][1] / first['milliseconds'][1]:.2f}x"
-
-
-def _skipped(row, first):
-  if "skipped_milliseconds" not in row or "milliseconds" not in row:
-    return ""
-  return f"{row['skipped_milliseconds'][1] / row['milliseconds'][1]:.2f}x"
-
-
-def _number(
-  key: str, spec: str, factor: float = 1, suffix: str = ""
-) -> Callable[[Row, Row | None], str]:
-  def cell(row, first):
-    value = row.get(key)
-    if value is None or isinstance(value, str):
-      return value or ""
-    return format(value * factor, spec) + suffix
-
-  return cell
-
-
-def _moved(row, first):
-  if "moved_bytes" not in row:
-    return ""
-  return f"{row['moved_bytes'] / row['parameters']:.1f}"
-
-
-def _format_bytes_time(row, first):
-  least = compute_bytes_milliseconds(row)
-  return "" if least is None else f"{least:.3f}"
-
-
-def _rate(row, first):
-  bytes_, times = _bytes(row), row.get("milliseconds")
-  return f"{bytes_ / times[1] / 1e6:,.0f}" if bytes_ and times else ""
-
-
-OPTIMIZER = [
-  ("variant", lambda row, first: name(row)),
-  ("time, ms", _time),
-  ("to the first", _relative),
-  ("skip / step", _skipped),
-  ("bytes, expected", _number("expected_bytes", ".1f")),
-  ("bytes, compiled here", _moved),
-  ("kernels", _number("kernels", "d")),
-  ("GB/s", _rate),
-  ("copy of these bytes, ms", _format_bytes_time),
-  ("verdict", lambda row, first: verdict(row)),
-  ("compile, s", _number("compile_seconds", ".1f")),
-]
-TRAINING = [
-  ("variant", lambda row, first: name(row)),
-  ("time, ms", _time),
-  ("to the first", _relative),
-  ("peak MB", _number("peak_bytes", ",.1f", 1e-6)),
-  ("skipped", _number("skipped", "d")),
-  ("loss", _number("loss", ".4f")),
-  ("after steps", _number("steps", "d")),
-  ("first step or compile, s", _number("compile_seconds", ".1f")),
-  ("error", lambda row, first: verdict(row) if "error" in row else ""),
-]
-REPORT = [
-  ("variant", lambda row, first: name(row)),
-  ("time, s", _number("seconds", ".1f")),
-  ("to compiling", _number("to_compiling", ".1f", suffix="x")),
-  ("of it tracing, s", _number("trace_seconds", ".1f")),
-  ("problems", _number("problems", "d")),
-  ("error", lambda row, first: verdict(row) if "error" in row else ""),
-]
-COLUMNS = {"optimizer": OPTIMIZER, "training": TRAINING, "report": REPORT}
+def _derive_times(row, first):
+  """Return how long a step takes, also relative to a copy of its bytes."""
+  low, median, high = row["milliseconds"]
+  values = {"low": low, "median": median, "high": high}
+  if first:
+    values["relative"] = median / first["milliseconds"][1]
+  if "skipped_milliseconds" in row:
+    values["skip"] = row["skipped_milliseconds"][1] / median
+  # As expected, or as compiled here.
+  bytes_ = row.get("expected_bytes", 0) * row.get("parameters", 0)
+  bytes_ = bytes_ or row.get("moved_bytes", 0)
+  copy = row.get("copy", math.nan)
+  if bytes_:
+    values["rate"] = bytes_ / median / 1e6
+  if bytes_ and not math.isnan(copy):
+    values["copy_milliseconds"] = bytes_ / copy * 1e3
+    times = median / values["copy_milliseconds"]
+    is_slower = times > SLOWER_THAN_ITS_BYTES
+    slower = ": takes longer than its bytes" if is_slower else ""
+    values["verdict"] = f"{times:.2f}x{slower}"
+  return values

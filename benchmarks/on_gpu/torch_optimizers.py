@@ -1,16 +1,15 @@
 """Measures optimizer steps in torch, with and without its gradient scaler."""
 
-import time
-
 from shared import clock
 import torch
 
-from on_gpu import bandwidth, events, expected_bytes, torch_device
-from on_gpu.rows import Rows
-from on_gpu.torch_device import DEVICE
+from on_gpu import devices
+from on_gpu.rows import Rows, share_time
+from on_gpu.torch_device import DEVICE, TorchProgram
 
 LEARNING_RATE, WEIGHT_DECAY, MAX_NORM = 1e-3, 1e-4, 1.0
-# Title: (many leaves, clipped). Those that are clipped are AdamW.
+# By title: whether there are many leaves, and whether the gradients are
+# clipped, as with AdamW.
 CASES = {
   "Adam": (False, False),
   "AdamW, clipped": (False, True),
@@ -18,9 +17,20 @@ CASES = {
   "AdamW, clipped, many leaves": (True, True),
 }
 VARIANTS = ("fused", "fused, GradScaler", "foreach", "foreach, GradScaler")
+# The bytes that a step moves, counted by hand for each parameter: parameter,
+# gradient and two moments are read, three of them are written. `unscale_` and
+# the multiplication of a clip read and write the gradients, a norm reads them.
+# The scaler's `step` alone makes it test them by the same kernel as `unscale_`.
+# Not fused, the optimizer takes many kernels.
+EXPECTED_BYTES = {
+  "fused": 28,
+  "fused, GradScaler": 28 + 8,
+  "fused, clipped": 28 + 4 + 8,
+  "fused, GradScaler, clipped": 28 + 8 + 4 + 8,
+}
 
 
-class Optimizer:
+class Optimizer(TorchProgram):
   """An optimizer with its own parameters, and fixed gradients."""
 
   def __init__(self, row, params, grads, *, clipped):
@@ -60,21 +70,24 @@ class Optimizer:
     else:
       optimizer.step()
 
-  def wait(self):
-    torch_device.wait()
+
+class Copy(TorchProgram):
+  """Adds one to numbers, in place."""
+
+  def __init__(self, numbers: int):
+    self.row = {"bytes": 8 * numbers}
+    self._x = torch.ones(numbers, device=DEVICE)
+
+  def step(self, skip):
+    self._x.add_(1)
 
 
 def run(what, size, until: float, without=(), finished=None) -> None:
   """Measure each case, and report a table of it."""
-  copy = bandwidth.measure(torch_device.Copy(size.copied), "torch")
-  for i, (name, (many, clipped)) in enumerate(CASES.items()):
-    now = time.time()
-    share = (until - now) / (len(CASES) - i)
-    if share < 1:
-      events.line(f"Left out, since no time is left: {name} in torch")
-      continue
+  copy = devices.measure_copy(Copy(size.copied), "torch")
+  for name, (many, clipped), case_until in share_time(CASES, until, "torch"):
     table = Rows("optimizer", f"{name}, torch", finished)
-    _run_case(table, many, clipped, size, now + share, copy)
+    _run_case(table, many, clipped, size, case_until, copy)
     if DEVICE == "cuda":
       torch.cuda.empty_cache()
 
@@ -86,10 +99,11 @@ def _run_case(table, many, clipped, size, until, copy):
     1e-2 * torch.randn(shape, device=DEVICE, generator=generator)
   )
   grads, params = ([draw(shape) for shape in shapes] for _ in range(2))
+  steps = size.steps_in_a_row
 
   def make_program(row):
     program = Optimizer(row, params, grads, clipped=clipped)
-    clock.take_first_steps(program, size.steps_in_a_row + 1)
+    clock.take_first_steps(program, steps + 1)
     return program
 
   rows = [
@@ -98,14 +112,11 @@ def _run_case(table, many, clipped, size, until, copy):
       "leaves": len(shapes) if many else None,
       "parameters": sum(p.numel() for p in params),
       "copy": copy,
-      "expected_bytes": expected_bytes.TORCH.get(
+      "expected_bytes": EXPECTED_BYTES.get(
         f"{variant}, clipped" if clipped else variant
       ),
     }
     for variant in VARIANTS
   ]
-  programs = table.measure_each(rows, make_program, begin_until=until)
-  clock.measure(
-    programs, rounds=size.rounds, steps=size.steps_in_a_row, until=until
-  )
-  table.tell(complete=True)
+  programs = table.measure_each(rows, make_program, lambda row: until)
+  table.take_turns(programs, size, steps, until)

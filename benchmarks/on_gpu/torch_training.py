@@ -1,15 +1,16 @@
 """Training steps in torch, by its own autocast and gradient scaler."""
 
 import contextlib
+import math
 import time
 
-from shared import clock
+from shared import clock, weights
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch.utils import _pytree as pytree
 
-from on_gpu import torch_device, weights
 from on_gpu.rows import Rows
-from on_gpu.torch_device import DEVICE
+from on_gpu.torch_device import DEVICE, TorchProgram
 
 # Precision: (the dtype of autocast, whether float32 matmuls use TF32, scaled).
 PRECISIONS = {
@@ -29,10 +30,8 @@ ROWS = [
 ]
 
 
-class Training:
+class Training(TorchProgram):
   """A model in training, by AdamW."""
-
-  skips = False
 
   def __init__(self, row, loss_fn, params, batches):
     self.row = row
@@ -42,9 +41,9 @@ class Training:
     self._cast = contextlib.nullcontext
     if dtype is not None:
       self._cast = lambda: torch.autocast(DEVICE, dtype)
-    self._params, leaves = _make_trainable(params)
+    self._params = pytree.tree_map(_make_trainable, params)
     self._optimizer = torch.optim.AdamW(
-      leaves,
+      pytree.tree_leaves(self._params),
       weights.LEARNING_RATE,
       weight_decay=weights.WEIGHT_DECAY,
       fused=True,
@@ -52,7 +51,6 @@ class Training:
     self._scaler = torch.amp.GradScaler(
       DEVICE, init_scale=2.0**15, enabled=scaled
     )
-    self._init_scale = self._scaler.get_scale()
     self._loss_fn = loss_fn
     if row["compiled"]:
       # Inductor needs a compiler for C++ on a CPU, and much time.
@@ -72,33 +70,21 @@ class Training:
     self._scaler.update()
     self._optimizer.zero_grad(set_to_none=True)
 
-  def wait(self):
-    torch_device.wait()
-
   def begin(self, steps: int) -> None:
     """Take the first steps, and record time, loss, skipped steps and memory."""
-    start = time.perf_counter()
-    self.prepare(False)
-    self.step(False)
-    self.wait()
-    self.row["compile_seconds"] = time.perf_counter() - start
-    start, scale = time.perf_counter(), self._scaler.get_scale()
-    skipped = scale < self._init_scale
-    for _ in range(steps - 1):
-      self.step(False)
-      before, scale = scale, self._scaler.get_scale()
-      skipped += scale < before
-    mean = 1e3 * (time.perf_counter() - start) / (steps - 1)
-    self.row |= {"milliseconds": [mean] * 3, "rounds": 0}
+    init_scale = self._scaler.get_scale()
+    self.row["compile_seconds"] = clock.take_first_steps(self, steps)
     self.row |= {"loss": float(self.loss.detach()), "steps": steps}
     if self._scaler.is_enabled():
-      self.row["skipped"] = skipped
+      # Each skipped step halves the scale, and it grows after 2,000 steps.
+      halvings = math.log2(init_scale / self._scaler.get_scale())
+      self.row["skipped"] = round(halvings)
     if DEVICE == "cuda":
       self.row["peak_bytes"] = _memory()[1] - self._held
 
 
 def run(name: str, size, until: float, without=(), finished=None) -> None:
-  """Measures the transformer in as many rows as there is time for."""
+  """Measure the transformer in as many rows as there is time for."""
   loss_fn = transformer_loss(size.heads)
   params = weights.transformer(size)
   batches = [
@@ -123,8 +109,7 @@ def run(name: str, size, until: float, without=(), finished=None) -> None:
     make_program,
     lambda row: compiled_until if row["compiled"] else eager_until,
   )
-  clock.measure(programs, rounds=size.rounds, steps=2, until=until)
-  table.tell(complete=True)
+  table.take_turns(programs, size, 2, until)
 
 
 def transformer_loss(heads: int):
@@ -169,17 +154,5 @@ def _memory(reset=False):
   return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
 
 
-def _make_trainable(params):
-  """The weights as parameters of torch, and a list of these."""
-  leaves = []
-
-  def convert(value):
-    if isinstance(value, dict):
-      return {key: convert(item) for key, item in value.items()}
-    if isinstance(value, list):
-      return [convert(item) for item in value]
-    tensor = torch.tensor(value, device=DEVICE)
-    leaves.append(tensor.requires_grad_())
-    return tensor
-
-  return convert(params), leaves
+def _make_trainable(value):
+  return torch.tensor(value, device=DEVICE).requires_grad_()

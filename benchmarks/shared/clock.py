@@ -1,18 +1,19 @@
 """Times programs against each other, round by round, in random order."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
 import math
 import random
 import statistics
 import time
-from typing import Any, Protocol
+from typing import Any
 
 # By the index of the program and whether its steps were skipped, of each round:
 # the seconds of a step by the clock, and its CPU seconds.
 Samples = dict[tuple[int, bool], list[tuple[float, float]]]
 
 
-class Program(Protocol):
+class Program:
   """Something that can take a step.
 
   Attributes:
@@ -21,13 +22,14 @@ class Program(Protocol):
   """
 
   row: dict[str, Any]
-  skips: bool
+  skips = False
 
   def prepare(self, skip: bool) -> None:
     """Make ready for steps; this is not timed."""
 
   def step(self, skip: bool) -> None:
     """Start a step, without waiting for its end."""
+    raise NotImplementedError
 
   def wait(self) -> None:
     """Wait until all steps have ended."""
@@ -68,7 +70,7 @@ def measure(
       if "error" in programs[i].row:
         continue
       with catch(programs[i].row):
-        elapsed = _time(programs[i], skip, steps)
+        elapsed = _time_steps(programs[i], skip, steps)
         if done:  # The first round touches all memory for the first time.
           samples.setdefault((i, skip), []).append(elapsed)
     for (i, skip), times in samples.items():
@@ -83,33 +85,35 @@ def measure(
   return samples
 
 
-def take_first_steps(program: Program, steps: int) -> None:
+def take_first_steps(program: Program, steps: int) -> float:
   """Take steps, and note a time, in case that there will be no rounds.
 
-  The first step is not timed.
+  Returns:
+    The seconds of the first step, which the noted time leaves out.
   """
-  program.prepare(False)
-  program.step(False)
-  program.wait()
-  mean = 1e3 * _time(program, False, steps - 1)[0]
+  first_seconds, _ = _time_steps(program, False, 1)
+  mean = 1e3 * _time_steps(program, False, steps - 1)[0]
   program.row |= {"milliseconds": [mean] * 3, "rounds": 0}
+  return first_seconds
 
 
-class catch:  # noqa: N801
-  """Context manager that writes an exception into a row, and suppresses it."""
+def time_call(
+  call: Callable[[], Any], clock: Callable[[], float] = time.process_time
+) -> tuple[float, Any]:
+  """Return the seconds of a call, and its result."""
+  start = clock()
+  result = call()
+  return clock() - start, result
 
-  def __init__(self, row: dict[str, Any]):
-    self._row = row
 
-  def __enter__(self) -> None:
-    pass
-
-  def __exit__(self, kind, error, traceback) -> bool:
-    if error is None or not isinstance(error, Exception):
-      return False
+@contextlib.contextmanager
+def catch(row: dict[str, Any]) -> Iterator[None]:
+  """Write an exception into a row, and suppress it."""
+  try:
+    yield
+  except Exception as error:
     first = (str(error).strip() or "no message").splitlines()[0]
-    self._row["error"] = f"{kind.__name__}: {first}"[:200]
-    return True
+    row["error"] = f"{type(error).__name__}: {first}"[:200]
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
@@ -119,7 +123,7 @@ def quartiles(values: Sequence[float]) -> list[float]:
   return statistics.quantiles(values, n=4, method="inclusive")
 
 
-def _time(program, skip, steps):
+def _time_steps(program, skip, steps):
   program.prepare(skip)
   program.wait()
   start = time.perf_counter(), time.process_time()

@@ -8,6 +8,8 @@ from compilers import scheduled_hlo
 import jax
 import numpy as np
 
+from shared.clock import Program
+
 
 class CompiledStep(NamedTuple):
   """A compiled step, its trace, and the seconds of each stage."""
@@ -42,7 +44,7 @@ def compile_step(
   return CompiledStep(traced, compiled, *np.diff(times).tolist())
 
 
-class JaxProgram:
+class JaxProgram(Program):
   """A step ``step(carry, data) -> (carry, loss)``, compiled.
 
   Its carry is donated.
@@ -71,10 +73,7 @@ class JaxProgram:
     self._loss: Any = None
     self.stages = compile_step(step, self.carry, data[0], clock=clock)
     row["compile_seconds"] = sum(self.stages[2:])
-    row |= _figures(self.stages.compiled)
-
-  def prepare(self, skip: bool) -> None:
-    pass
+    row |= _read_figures(self.stages.compiled)
 
   def step(self, skip: bool) -> None:
     data = self._data[self._taken % len(self._data)]
@@ -102,19 +101,10 @@ def copy_for_donation(tree: Any) -> Any:
   return jax.tree.map(copy, tree)
 
 
-def _figures(compiled):
-  memory = compiled.memory_analysis()
-  peak = getattr(memory, "peak_memory_in_bytes", 0) or (
-    memory.argument_size_in_bytes
-    + memory.output_size_in_bytes
-    + memory.temp_size_in_bytes
-    - memory.alias_size_in_bytes
-  )
-  figures = {
-    "peak_bytes": peak,
-    "temporary_bytes": memory.temp_size_in_bytes,
-    "aliased_bytes": memory.alias_size_in_bytes,
-  }
+def _read_figures(compiled):
+  memory = scheduled_hlo.read_memory(compiled)
+  names = "peak", "temporary", "aliased"
+  figures = {f"{name}_bytes": memory[name] for name in names}
   try:
     moved = scheduled_hlo.parse(compiled.as_text())
   except Exception:  # Another compiler may write HLO that `parse` can't read.

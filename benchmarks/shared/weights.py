@@ -1,4 +1,7 @@
-"""Initial weights and batches of all trainings, in numpy."""
+"""Initial weights and batches of the models, in NumPy.
+
+A `size` has the sizes as attributes, such as `on_gpu.sizes.Size`.
+"""
 
 from typing import Any
 
@@ -12,7 +15,7 @@ def transformer(size) -> dict[str, Any]:
   """Weights of a transformer, with a dictionary for each layer."""
   rng = np.random.default_rng(0)
   width, depth = size.width, size.depth
-  draw = lambda scale, *shape: _normal(rng, scale, shape)
+  draw = lambda scale, *shape: normal(rng, scale, shape)
   deep = (2 * depth) ** -0.5  # Keeps the sum of all layers near one.
   embedding = draw(0.02, size.vocabulary, width)
   positions = draw(0.02, size.length, width)
@@ -44,7 +47,7 @@ def token_batches(size) -> list[dict[str, Any]]:
 def resnet(size) -> dict[str, Any]:
   """Weights of a residual network; kernels are height, width, in, out."""
   rng = np.random.default_rng(2)
-  kernel = lambda k, n_in, n_out: _normal(
+  kernel = lambda k, n_in, n_out: normal(
     rng, (2 / (k * k * n_in)) ** 0.5, (k, k, n_in, n_out)
   )
   n = size.channels
@@ -62,7 +65,7 @@ def resnet(size) -> dict[str, Any]:
         block["shortcut"] = _conv(kernel(1, n_in, 4 * inner))
       params["blocks"].append(block)
       n_in = 4 * inner
-  params["head"] = _normal(rng, n_in**-0.5, (n_in, size.classes))
+  params["head"] = normal(rng, n_in**-0.5, (n_in, size.classes))
   return params
 
 
@@ -97,7 +100,8 @@ def _conv(kernel, gain=1.0):
   }
 
 
-def _normal(rng, scale, shape):
+def normal(rng, scale, shape):
+  """Return random numbers with a standard deviation of `scale`."""
   x = rng.standard_normal(shape, np.float32)
   x *= np.float32(scale)
   return x

@@ -2,10 +2,10 @@
 
 With float32, these are the models for `autocast`. With float16 or bfloat16,
 they are half-precision models by hand: activations in this dtype, and norms,
-softmax and loss in float32.
+softmax and loss in float32. `weights` makes their parameters.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import functools
 from typing import Any
 
@@ -20,14 +20,22 @@ RECOMPUTE = functools.partial(
 )
 
 
-def transformer_loss(heads: int, dtype: Any) -> Callable[[Any, Any], jax.Array]:
-  """The loss of a transformer without loops."""
+def transformer_loss(
+  heads: int, dtype: Any, norms: Mapping[int, Callable[..., Any]] | None = None
+) -> Callable[[Any, Any], jax.Array]:
+  """Return the loss of a transformer without loops.
+
+  Args:
+    heads: of the attention.
+    dtype: of the activations.
+    norms: by the index of a layer, a norm of its MLP that differs.
+  """
 
   def loss_fn(params, batch):
     tokens = batch["inputs"]
     x = (params["embedding"][tokens] + params["positions"]).astype(dtype)
-    for layer in params["layers"]:
-      x = _block(x, layer, heads)
+    for i, layer in enumerate(params["layers"]):
+      x = _block(x, layer, heads, (norms or {}).get(i, _rms_norm))
     x = _rms_norm(x, params["norm"])
     logits = x @ params["embedding"].astype(x.dtype).T
     return cross_entropy(logits, batch["labels"])
@@ -36,7 +44,7 @@ def transformer_loss(heads: int, dtype: Any) -> Callable[[Any, Any], jax.Array]:
 
 
 def resnet_loss(strides: list[int], dtype: Any) -> Callable[..., jax.Array]:
-  """The loss of a residual network with normalization over the batch."""
+  """Return the loss of a residual network that normalizes over the batch."""
 
   def loss_fn(params, batch):
     x = batch["inputs"].astype(dtype)
@@ -52,17 +60,17 @@ def resnet_loss(strides: list[int], dtype: Any) -> Callable[..., jax.Array]:
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-  """The mean over all predictions, in float32."""
+  """Return the mean over all predictions, in float32."""
   losses = optax.softmax_cross_entropy_with_integer_labels(
     logits.astype(jnp.float32), labels
   )
   return jnp.mean(losses)
 
 
-def _block(x, layer, heads):
+def _block(x, layer, heads, norm):
   weights = {k: w.astype(x.dtype) for k, w in layer.items() if k != "norms"}
   x += _attention(_rms_norm(x, layer["norms"][0]), weights, heads)
-  hidden = jax.nn.gelu(_rms_norm(x, layer["norms"][1]) @ weights["up"])
+  hidden = jax.nn.gelu(norm(x, layer["norms"][1]) @ weights["up"])
   return x + hidden @ weights["down"]
 
 
