@@ -19,10 +19,10 @@ import gpus
 import jax
 import jax.numpy as jnp
 import numpy as np
-from on_gpu.models import RECOMPUTE
 import optax
 import scheduled_hlo
 import sharded_costs
+from shared.models import RECOMPUTE
 from shared.tables import markdown
 from shared.variants import VARIANTS
 from shared.workloads import make_workloads, Workload
@@ -63,29 +63,22 @@ Figures = dict[str, Any]
 
 def main() -> None:
   """Measure what the command line asks for, and print and write it."""
-  args = _parse_args()
-  for part in args.parts:
-    for device in args.devices or DEVICES[part]:
-      if device in DEVICES[part] + ON_REQUEST.get(part, ()):
-        figures = MEASURES[part](device)
-        _write(args.output, part, device, figures)
-        _print(part, device, figures)
-
-
-def _parse_args():
   known = {*sum((*DEVICES.values(), *ON_REQUEST.values()), ())}
   parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument(
-    "--parts", nargs="+", default=list(MEASURES), choices=list(MEASURES)
-  )
-  parser.add_argument(
-    "--devices",
-    nargs="+",
-    choices=sorted(known),
-    help="by default, each part has its own devices",
-  )
-  parser.add_argument("--output", type=pathlib.Path, default=FOLDER)
-  return parser.parse_args()
+  add = parser.add_argument
+  add("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
+  devices_help = "by default, each part has its own devices"
+  add("--devices", nargs="+", choices=sorted(known), help=devices_help)
+  add("--output", type=pathlib.Path, default=FOLDER)
+  args = parser.parse_args()
+  for part in args.parts:
+    measure, make_tables = PARTS[part]
+    for device in args.devices or DEVICES[part]:
+      if device in DEVICES[part] + ON_REQUEST.get(part, ()):
+        figures = measure(device)
+        _write(args.output, part, device, figures)
+        for title, table in make_tables(figures).items():
+          print(f"\n### {device}, {title}\n\n{table}")
 
 
 def _write(output: pathlib.Path, part: str, device: str, figures: Figures):
@@ -156,12 +149,10 @@ def _measure_autocast(device: str, **sizes: int) -> Figures:
   stack = trained_models.Stack(**sizes)
   x = jax.ShapeDtypeStruct((16, 512, stack.width), jnp.float32)
   params = jax.eval_shape(stack.init, jax.random.key(0), x)
-  return {
-    name: compiled_bytes.figures(
-      jax.grad(loss_fn), params, x, device=device
-    )._asdict()
-    for name, loss_fn in tqdm.tqdm(variants.items(), desc=f"autocast, {device}")
-  }
+  measure = lambda loss_fn: compiled_bytes.figures(
+    jax.grad(loss_fn), params, x, device=device
+  )
+  return {name: measure(fun)._asdict() for name, fun in variants.items()}
 
 
 def _measure_table(
@@ -228,15 +219,13 @@ def _measure_whole_step(device: str, model: str, variant: str) -> Figures:
     )
 
   batches: list[int] = []
-  found = figures(IMAGES)
+  found, largest = figures(IMAGES), None
   flops = _count_flops_by_dtype(
     *trained_models.make_training_step(model, variant, IMAGES)
   )
   # The model by hand is only for comparison, and its search would take minutes.
-  searched = variant != "by hand"
-  largest = (
-    bounds.largest_batch(lambda n: figures(n).needed) if searched else None
-  )
+  if variant != "by hand":
+    largest = bounds.largest_batch(lambda n: figures(n).needed)
   return found._asdict() | {
     "flops": flops,
     "seconds": bounds.least_seconds(gpus.GPUS[device], found.bytes, flops),
@@ -275,45 +264,13 @@ def _measure_collectives(chips: str) -> dict[str, list[str]]:
   return results
 
 
-def _print(part: str, device: str, figures: Figures) -> None:
-  """Print the tables of a part."""
-  format_bytes = lambda f: f"{f['bytes']:.2f}"
-  if part == "steps":
-    print(f"\n### {device}, bytes per parameter\n")
-    print(_format_table(figures, format_bytes))
-    print(f"\n### {device}, kernels\n")
-    print(_format_table(figures, lambda f: str(f["kernels"])))
-  elif part == "optimizers":
-    print(f"\n### {device}, other optimizers, bytes per parameter\n")
-    print(_format_table(figures, format_bytes))
-  elif part == "training":
-    for model, by_variant in figures.items():
-      print(f"\n### {device}, {model}\n\n{bounds.format_steps(by_variant)}")
-  elif part == "autocast":
-    rows = [
-      ["gradient", "MB moved", "peak MB", "temporary MB", "kernels", "products"]
-    ]
-    for name, f in figures.items():
-      sizes = [f"{f[x] / 1e6:,.0f}" for x in ("bytes", "peak", "temporary")]
-      products = scheduled_hlo.format_matmuls(f["products"])
-      rows.append([name, *sizes, f"{f['kernels']:,}", products])
-    print(f"\n### {device}, autocast\n\n{markdown(rows)}")
-  elif part == "attention":
-    rows = [
-      [
-        name,
-        f"{f['bytes'] / 1e6:,.0f}",
-        scheduled_hlo.format_matmuls(f["products"]),
-      ]
-      for name, f in figures.items()
-      if "error" not in f
-    ]
-    print(f"\n### {device}, attention, MB\n")
-    print(markdown([["", "moved", "products"], *rows]))
-  else:
-    rows = [[name, "; ".join(gain) or "none"] for name, gain in figures.items()]
-    print("\n### Collectives that bare Optax has not\n")
-    print(markdown([["step", "gained"], *rows]))
+def _tabulate_steps(figures: Figures) -> dict[str, str]:
+  kernels = _format_table(figures, lambda f: str(f["kernels"]))
+  return _tabulate_bytes(figures, "bytes per parameter") | {"kernels": kernels}
+
+
+def _tabulate_bytes(figures: Figures, title: str) -> dict[str, str]:
+  return {title: _format_table(figures, lambda f: f"{f['bytes']:.2f}")}
 
 
 def _format_table(figures: Figures, cell: Callable[[Figures], str]) -> str:
@@ -325,15 +282,54 @@ def _format_table(figures: Figures, cell: Callable[[Figures], str]) -> str:
   return markdown([["step", *variants], *rows])
 
 
-MEASURES = {
-  "steps": _measure_steps,
-  "optimizers": _measure_optimizers,
-  "training": _measure_training,
-  "autocast": _measure_autocast,
-  "attention": attention_costs.attention,
-  "collectives": _measure_collectives,
-}
+def _tabulate_training(figures: Figures) -> dict[str, str]:
+  return {model: bounds.format_steps(found) for model, found in figures.items()}
+
+
+def _tabulate_gradients(figures: Figures, title: str) -> dict[str, str]:
+  """Return a table of what is known of gradients, by the name of each."""
+  cells = {
+    "MB moved": lambda f: f"{f['bytes'] / 1e6:,.0f}",
+    "peak MB": lambda f: f"{f['peak'] / 1e6:,.0f}",
+    "temporary MB": lambda f: f"{f['temporary'] / 1e6:,.0f}",
+    "kernels": lambda f: f"{f['kernels']:,}",
+    "products": lambda f: scheduled_hlo.format_matmuls(f["products"]),
+  }
+  rows = [
+    [name, *(cell(f) for cell in cells.values())]
+    for name, f in figures.items()
+    if "error" not in f
+  ]
+  return {title: markdown([["gradient", *cells], *rows])}
+
+
+def _tabulate_collectives(figures: Figures) -> dict[str, str]:
+  rows = [[name, "; ".join(gain) or "none"] for name, gain in figures.items()]
+  table = markdown([["step", "gained"], *rows])
+  return {"collectives that bare Optax has not": table}
+
+
 ON_TPU = ("v5e", "v5p", "v6e")
+# What measures a part on a device, and what makes tables of its figures.
+PARTS = {
+  "steps": (_measure_steps, _tabulate_steps),
+  "optimizers": (
+    _measure_optimizers,
+    functools.partial(
+      _tabulate_bytes, title="other optimizers, bytes per parameter"
+    ),
+  ),
+  "training": (_measure_training, _tabulate_training),
+  "autocast": (
+    _measure_autocast,
+    functools.partial(_tabulate_gradients, title="autocast"),
+  ),
+  "attention": (
+    attention_costs.attention,
+    functools.partial(_tabulate_gradients, title="attention"),
+  ),
+  "collectives": (_measure_collectives, _tabulate_collectives),
+}
 DEVICES = {
   "steps": ("v5e", "v6e", "t4", "v100", "h100"),
   "optimizers": ("v5e", "v6e", "t4", "v100", "h100"),

@@ -68,35 +68,26 @@ def figures(
   device: str = "v5e",
   donate_argnums: int | Sequence[int] = (),
 ) -> Figures:
-  """Compiles a function for one device, and takes its figures.
+  """Compile a function for one device, and return its figures.
 
   Args:
     fun: any function that ``jax.jit`` takes.
     *args: pytrees of arrays, or of ``jax.ShapeDtypeStruct``.
     device: a name in ``DEVICES``.
     donate_argnums: as for ``jax.jit``.
-
-  Returns:
-    The figures.
   """
   mesh = jax.sharding.Mesh(np.array(get_topology_devices(device)[:1]), "x")
   placed_args = [place(arg, NamedSharding(mesh, P())) for arg in args]
   compiled = compile_for(
     device, fun, *placed_args, donate_argnums=donate_argnums
   )
-  memory = compiled.memory_analysis()
   text = compiled.as_text()
-  traffic = scheduled_hlo.parse(text)
-  inputs, outputs = memory.argument_size_in_bytes, memory.output_size_in_bytes
-  aliased, temporary = memory.alias_size_in_bytes, memory.temp_size_in_bytes
+  moved = scheduled_hlo.parse(text)
   is_gpu = _platform(device) == "cuda"
   return Figures(
-    bytes=traffic.bytes,
-    kernels=traffic.kernels,
-    temporary=temporary,
-    peak=memory.peak_memory_in_bytes,
-    aliased=aliased,
-    needed=inputs + outputs - aliased + temporary,
+    bytes=moved.bytes,
+    kernels=moved.kernels,
+    **scheduled_hlo.read_memory(compiled),
     products=scheduled_hlo.count_matmuls(text) if is_gpu else {},
   )
 
@@ -104,31 +95,27 @@ def figures(
 def compile_for(
   device: str, fun: Callable[..., Any], *args: Any, **jit_options: Any
 ) -> jax.stages.Compiled:
-  """Compiles for the devices that the shardings of the arguments name.
+  """Compile for the devices that the shardings of the arguments name.
 
   Args:
     device: a name in ``DEVICES``, or of a topology such as ``"v5p:8x8x16"``.
     fun: the function.
     *args: pytrees of ``jax.ShapeDtypeStruct`` with shardings.
     **jit_options: for ``jax.jit``.
-
-  Returns:
-    The compiled function.
   """
   lowered = jax.jit(fun, **jit_options).lower(*args)
   return lowered.compile(compiler_options=COMPILER_OPTIONS[_platform(device)])
 
 
 def get_topology_devices(device: str) -> list[Any]:
-  """The devices of a topology: a name in ``DEVICES``, or ``"v5e:4x4"``."""
+  """Return the devices of a topology, a name as for ``compile_for``."""
   platform, topology = DEVICES.get(device, ("tpu", device))
   if platform == "tpu":
-    devices = topologies.get_topology_desc(topology, platform)
-  else:
-    devices = topologies.get_topology_desc(
-      "", platform, topology=topology, target_config=_gpu(device)
-    )
-  return devices.devices
+    return topologies.get_topology_desc(topology, platform).devices
+  gpu = gpus.GPUS[device.split()[-1]]  # of several, as in "8 h100"
+  return topologies.get_topology_desc(
+    "", platform, topology=topology, target_config=gpu.target_config()
+  ).devices
 
 
 def place(tree: Any, sharding: jax.sharding.Sharding) -> Any:
@@ -143,8 +130,3 @@ def place(tree: Any, sharding: jax.sharding.Sharding) -> Any:
 
 def _platform(device):
   return DEVICES.get(device, ("tpu", device))[0]
-
-
-def _gpu(device):
-  *_, name = device.split()  # of several, as in "8 h100"
-  return gpus.GPUS[name].target_config()

@@ -20,6 +20,17 @@ PIXELS, CLASSES = 224, 1000
 VARIANTS = ("float32", "by hand", "autocast")
 
 
+def apply_blocks(x, depth, width, heads, dtype):
+  """Apply the blocks of a transformer, in the module that calls this."""
+  dense = functools.partial(nn.Dense, dtype=dtype)
+  norm = functools.partial(nn.LayerNorm, dtype=dtype)
+  for _ in range(depth):
+    attention = nn.MultiHeadDotProductAttention(heads, dtype=dtype)
+    x += attention(norm()(x))
+    x += dense(width)(nn.gelu(dense(4 * width)(norm()(x))))
+  return x
+
+
 class ViT(nn.Module):
   """ViT-B/16 (Dosovitskiy et al, 2021), without dropout."""
 
@@ -31,8 +42,6 @@ class ViT(nn.Module):
 
   @nn.compact
   def __call__(self, images):
-    dense = functools.partial(nn.Dense, dtype=self.dtype)
-    norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
     patches = nn.Conv(
       self.width, 2 * (self.patch,), 2 * (self.patch,), dtype=self.dtype
     )(images)
@@ -42,11 +51,9 @@ class ViT(nn.Module):
     first = jnp.broadcast_to(first.astype(x.dtype), x[:, :1].shape)
     x = jnp.concatenate([first, x], axis=1)
     x += self.param("positions", init, (1, *x.shape[1:])).astype(x.dtype)
-    for _ in range(self.depth):
-      attention = nn.MultiHeadDotProductAttention(self.heads, dtype=self.dtype)
-      x += attention(norm()(x))
-      x += dense(self.width)(nn.gelu(dense(4 * self.width)(norm()(x))))
-    return dense(CLASSES)(norm()(x)[:, 0])
+    x = apply_blocks(x, self.depth, self.width, self.heads, self.dtype)
+    x = nn.LayerNorm(dtype=self.dtype)(x)[:, 0]
+    return nn.Dense(CLASSES, dtype=self.dtype)(x)
 
 
 class ResNet50(nn.Module):
@@ -86,13 +93,8 @@ class Stack(nn.Module):
 
   @nn.compact
   def __call__(self, x):
-    dense = functools.partial(nn.Dense, dtype=self.dtype)
-    norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
     x = x.astype(self.dtype or x.dtype)
-    for _ in range(self.depth):
-      attention = nn.MultiHeadDotProductAttention(self.heads, dtype=self.dtype)
-      x += attention(norm()(x))
-      x += dense(self.width)(nn.gelu(dense(4 * self.width)(norm()(x))))
+    x = apply_blocks(x, self.depth, self.width, self.heads, self.dtype)
     return x.astype(jnp.float32)
 
 
