@@ -1,7 +1,6 @@
 """The command line: runs the plan within the time, and writes the results."""
 
 import argparse
-import contextlib
 import os
 import pathlib
 import platform
@@ -11,7 +10,8 @@ import signal
 import sys
 import time
 
-from on_gpu import devices, findings, processes, sizes
+from on_gpu import devices, processes, sizes
+from on_gpu.findings import Findings
 from on_gpu.part import PARTS
 
 OPTIONAL = ("torch", "flax", "jmp")
@@ -27,13 +27,14 @@ def main(description: str | None) -> None:
   out = args.out.resolve()
   scratch = out / "scratch"
   scratch.mkdir(parents=True, exist_ok=True)
-  found = findings.Findings(out, _facts(args))
+  for name in ("results.json", "log.txt"):
+    (out / name).unlink(missing_ok=True)
+  findings = Findings(out)
+  findings.add_facts(_facts(args))
   try:
-    missing = _report_missing(args.without, found)
-    _run_parts(args, missing, until - RESERVE, scratch, found)
-    found.print_tables()
+    missing = _report_missing(args.without, findings)
+    _run_parts(args, missing, until - RESERVE, scratch, out)
   finally:
-    found.write()
     shutil.rmtree(scratch, ignore_errors=True)
   print(f"\nAll of this is in {args.out}.", flush=True)
 
@@ -75,32 +76,31 @@ def _facts(args):
   }
 
 
-def _report_missing(without, found):
+def _report_missing(without, findings):
   """Return the libraries that are left out, and report each in a line."""
   missing = list(without)
   for library in OPTIONAL:
     if library in without:
-      found.line(f"Left out, as asked for: {library}")
+      findings.add_line(f"Left out, as asked for: {library}")
     elif devices.find_version(library) is None:
-      found.line(f"Left out, since it is not installed: {library}")
+      findings.add_line(f"Left out, since it is not installed: {library}")
       missing.append(library)
   return missing
 
 
-def _run_parts(args, missing, until, scratch, found):
+def _run_parts(args, missing, until, scratch, out):
   parts = {
     name: part
     for name, part in PARTS.items()
     if name in args.parts and part.library not in missing
   }
-  log = args.out.resolve() / "log.txt"
-  log.write_text("")
+  (out / "log.txt").touch()
   weights = [part.weight for part in parts.values()]
   for i, name in enumerate(parts):
     now = time.time()
     if now + LEAST > until:
       over = f"the {args.minutes:g} minutes are over"
-      found.line(f"Left out, since {over}: {name}")
+      Findings(out).add_line(f"Left out, since {over}: {name}")
       continue
     share = (until - now) * weights[i] / sum(weights[i:])
     print(f"\n-- {name}, {share:.0f} s at most", flush=True)
@@ -109,10 +109,7 @@ def _run_parts(args, missing, until, scratch, found):
       "size": args.size,
       "until": now + share,
       "without": missing,
+      "out": str(out),
+      "row_seconds": args.row_seconds,
     }
-    # Closed also when it is ended from outside, so that the part ends, too.
-    events = processes.run(request, scratch, log, args.row_seconds)
-    with contextlib.closing(events):
-      for event in events:
-        found.add(event)
-    found.print_tables()
+    processes.run(request, scratch)

@@ -1,12 +1,14 @@
 """The device of a library: what it is, and how fast it copies its memory."""
 
+from collections.abc import Iterator, Mapping
 import importlib.metadata
 import importlib.util
 import time
+from typing import Any
 
 from shared import clock
 
-from on_gpu import events
+from on_gpu.findings import Findings
 
 PACKAGES = ("jax", "jaxlib", "optax", "flax", "jmp", "numpy")
 COPY_SECONDS = 5.0  # at most
@@ -22,12 +24,12 @@ def find_version(package: str) -> str | None:
     return "of unknown version"
 
 
-def is_ready(library: str, size_name: str) -> bool:
+def is_ready(library: str, size_name: str, findings: Findings) -> bool:
   """Report versions and device; return whether it can measure at this size."""
   platform, facts = {"jax": _describe_jax, "torch": _describe_torch}[library]()
-  events.tell("facts", facts={k: v for k, v in facts.items() if v is not None})
+  findings.add_facts(facts)
   if platform == "cpu" and size_name != "tiny":
-    events.line(
+    findings.add_line(
       f"Left out: {library} finds no GPU. Is {library} for CUDA installed? To"
       " try the benchmark out on a CPU, add --size tiny."
     )
@@ -60,13 +62,14 @@ def _describe_torch():
   }
 
 
-def measure_copy(copy: clock.Program, by: str) -> float:
+def measure_copy(copy: clock.Program, by: str, findings: Findings) -> float:
   """Return the bytes per second, read and written, and report them in a line.
 
   Args:
     copy: adds one to each of many numbers. Its row has the "bytes" that a step
       reads and writes.
     by: the name of the library.
+    findings: where to report it.
 
   Returns:
     The bandwidth, or NaN if the copy failed.
@@ -75,11 +78,20 @@ def measure_copy(copy: clock.Program, by: str) -> float:
   clock.measure([copy], rounds=20, steps=10, until=until)
   row = copy.row
   if "milliseconds" not in row:
-    events.line(f"{by} could not measure a copy: {row.get('error')}")
+    findings.add_line(f"{by} could not measure a copy: {row.get('error')}")
     return float("nan")
   bandwidth = row["bytes"] / row["milliseconds"][1] * 1e3
-  events.line(
+  findings.add_line(
     f"Copy bandwidth by {by}: {bandwidth / 1e9:,.1f} GB/s, read and written"
   )
-  events.tell("facts", facts={f"copy bandwidth by {by}, bytes/s": bandwidth})
+  findings.add_facts({f"copy bandwidth by {by}, bytes/s": bandwidth})
   return bandwidth
+
+
+def share_time(
+  cases: Mapping[str, Any], until: float
+) -> Iterator[tuple[str, Any, float]]:
+  """Yield each case with its name, and the time at which it should end."""
+  for i, (name, case) in enumerate(cases.items()):
+    now = time.time()
+    yield name, case, now + (until - now) / (len(cases) - i)

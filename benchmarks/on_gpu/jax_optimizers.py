@@ -16,7 +16,7 @@ from shared.variants import NEEDS, VARIANTS
 from shared.workloads import Workload
 
 from on_gpu import devices
-from on_gpu.rows import Rows, share_time
+from on_gpu.findings import Findings, Table
 
 COMPILED = pathlib.Path(__file__).parents[1] / "compilers/compile_costs.json"
 COMPARED = (
@@ -63,19 +63,20 @@ CASES = {
 }
 
 
-def run(what: str, size, until: float, without=(), finished=None) -> None:
+def run(what: str, size, until: float, findings: Findings, without=()) -> None:
   """Measure cases one after the other, and report a table of each.
 
   Args:
     what: a name in ``CASES``.
     size: the sizes.
     until: the time at which the last case should have ended.
+    findings: where to report them.
     without: the libraries to leave out.
-    finished: the rows that an earlier process measured.
   """
-  copy = devices.measure_copy(make_copy(size), "JAX")
-  for name, case, case_until in share_time(CASES[what], until, "JAX"):
-    table = Rows("optimizer", f"{name}, JAX", finished)
+  copy = devices.measure_copy(make_copy(size), "JAX", findings)
+  cases = CASES[what]
+  for name, case, case_until in devices.share_time(cases, until):
+    table = Table(findings, "optimizer", f"{name}, JAX")
     _run_case(table, case, size, case_until, without, copy)
     # Free the state of this case for the state of the next.
     jax.clear_caches()

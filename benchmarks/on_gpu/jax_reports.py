@@ -6,7 +6,7 @@ import time
 import jax
 from shared import clock, large_steps
 
-from on_gpu.rows import Rows
+from on_gpu.findings import Findings, Table
 from optax_lossscale import diagnostics
 
 COMPILE = "trace and compile the step"
@@ -14,9 +14,9 @@ OVERFLOW = "check_step, overflow in the middle block"
 VARIANTS = (COMPILE, "check_step, sound step", OVERFLOW)
 
 
-def run(what, size, until: float, without=(), finished=None) -> None:
+def run(what, size, until: float, findings: Findings, without=()) -> None:
   """Measure the compilation of the step, and each report."""
-  table = Rows("report", "check_step of a GPT, JAX", finished)
+  table = Table(findings, "report", "check_step of a GPT, JAX")
 
   def measure(row):
     jax.clear_caches()
@@ -27,7 +27,7 @@ def run(what, size, until: float, without=(), finished=None) -> None:
 
   rows = [{"variant": name} for name in VARIANTS]
   table.measure_each(rows, measure, lambda row: until)
-  table.tell(complete=True)
+  table.finish()
 
 
 def _measure(name, size):

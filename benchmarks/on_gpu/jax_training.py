@@ -11,7 +11,7 @@ import optax
 from shared import clock, models, weights
 from shared.jax_program import JaxProgram
 
-from on_gpu.rows import Rows
+from on_gpu.findings import Findings, Table
 import optax_lossscale as ols
 
 
@@ -77,10 +77,10 @@ class Model:
     return models.RECOMPUTE(loss_fn) if checkpoint else loss_fn
 
 
-def run(name: str, size, until: float, without=(), finished=None) -> None:
+def run(name: str, size, until: float, findings: Findings, without=()) -> None:
   """Measure one model in as many rows as there is time for."""
   model = Model(name, size)
-  table = Rows("training", f"{name}, JAX", finished)
+  table = Table(findings, "training", f"{name}, JAX")
   begin_until = until - 0.3 * (until - time.time())
   programs = table.measure_each(
     [

@@ -7,12 +7,14 @@ early leave their time to the parts after them.
 import importlib
 import json
 import os
+import pathlib
 import sys
 from typing import NamedTuple
 
 from shared import clock
 
-from on_gpu import devices, events, sizes
+from on_gpu import devices, sizes
+from on_gpu.findings import Findings
 
 
 class Part(NamedTuple):
@@ -40,28 +42,32 @@ PARTS = {
 }
 
 
-def main() -> None:
-  """Run the part that the command line describes in JSON."""
-  events.reserve_output()
-  request = json.loads(sys.argv[1])
-  row: dict[str, str] = {}
-  with clock.catch(row):
-    _run(**request)
-  if row:
-    events.line(f"{request['part']} ended: {row['error']}")
-  events.tell("end")
+def run(part, size, until, without, out, row_seconds) -> None:
+  """Run a part.
 
-
-def _run(part, size, until, without, finished):
-  part = PARTS[part]
+  Args:
+    part: a name in `PARTS`.
+    size: a name in `sizes.SIZES`.
+    until: the time at which it should end.
+    without: the libraries to leave out.
+    out: the folder of the results.
+    row_seconds: how long a row of a table may take.
+  """
+  module, what, _ = PARTS[part]
   if size == "tiny":  # Optimizing tiny programs takes longer than it saves.
     flags = os.environ.get("XLA_FLAGS", "")
     level = "--xla_backend_optimization_level=0"
     os.environ["XLA_FLAGS"] = f"{flags} {level}"
-  if devices.is_ready(part.library, size):
-    run = importlib.import_module(f"on_gpu.{part.module}").run
-    run(part.what, sizes.SIZES[size], until, without, finished)
+  findings = Findings(pathlib.Path(out), row_seconds)
+  findings.reserve_screen()
+  row: dict[str, str] = {}
+  with clock.catch(row):
+    if devices.is_ready(PARTS[part].library, size, findings):
+      measure = importlib.import_module(f"on_gpu.{module}").run
+      measure(what, sizes.SIZES[size], until, findings, without)
+  if row:
+    findings.add_line(f"{part} ended: {row['error']}")
 
 
 if __name__ == "__main__":
-  main()
+  run(**json.loads(sys.argv[1]))

@@ -15,7 +15,6 @@ import pytest
 
 clock = load_benchmark("shared.clock")
 devices = load_benchmark("on_gpu.devices")
-events = load_benchmark("on_gpu.events")
 findings = load_benchmark("on_gpu.findings")
 jax_optimizers = load_benchmark("on_gpu.jax_optimizers")
 jax_reports = load_benchmark("on_gpu.jax_reports")
@@ -51,9 +50,18 @@ def measure(programs, rounds=3, until=math.inf):
   return {program.row["variant"]: program.row for program in programs}
 
 
-def read_events(capsys):
-  """The events in what was printed."""
-  return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+@pytest.fixture
+def found(tmp_path):
+  return findings.Findings(tmp_path)
+
+
+def read_rows(found, title):
+  """The rows of a table, as another process reads them."""
+  written = findings.Findings(found._out)
+  assert json.dumps(findings.spell_out(found.tables)) == json.dumps(
+    written.tables
+  )
+  return written.tables[title]["rows"]
 
 
 def test_the_time_is_per_step_without_the_first_round():
@@ -78,11 +86,6 @@ def test_no_round_begins_that_would_end_too_late():
   rows = measure([Sleeper("a", 0.05)], rounds=1000, until=start + 0.5)
   assert time.time() - start < 2
   assert 1 <= rows["a"]["rounds"] < 10
-
-
-def test_json_contains_no_number_that_only_python_reads():
-  text = events.dumps({"loss": math.nan, "all": [math.inf, (1.5,)]})
-  assert json.loads(text) == {"loss": "nan", "all": ["inf", [1.5]]}
 
 
 def make_row(milliseconds, **fields):
@@ -129,112 +132,110 @@ def test_the_expected_bytes_equal_those_of_the_compiler():
       assert all(get(case.same_as, name) >= 24 for name in case.compared)
 
 
-def test_events_are_written_to_the_files_immediately(tmp_path):
-  found = findings.Findings(tmp_path, {"size": "tiny"})
-  found.add({"kind": "facts", "facts": {"device": "a GPU"}})
-  found.add({"kind": "line", "text": "Left out: something"})
-  rows = [make_row(30, loss=math.nan)]
-  table = {"kind": "table", "table": "optimizer", "title": "Adam", "rows": rows}
-  found.add(table)
-  written = json.loads((tmp_path / "results.json").read_text())
-  assert written["facts"] == {"size": "tiny", "device": "a GPU"}
-  assert written["tables"]["Adam"]["rows"] == [rows[0] | {"loss": "nan"}]
+def test_a_row_is_printed_and_written_once_it_is_measured(
+  found, tmp_path, capsys
+):
+  def measure(row):
+    (begun,) = read_rows(found, "Adam")
+    assert begun["error"] == findings.BROKE_OFF
+    row |= {"milliseconds": [30.0] * 3, "loss": math.nan}
+
+  found.add_facts({"device": "a GPU", "unknown": None})
+  found.add_line("Left out: something")
+  table = findings.Table(found, "training", "Adam")
+  table.measure_each([{"variant": "ours"}], measure, lambda row: math.inf)
+  assert capsys.readouterr().out == (
+    "Left out: something\nAdam: ours: 30.000 ms, loss nan\n"
+  )
+  table.finish()
+  assert capsys.readouterr().out.startswith("\n### Adam\n\n| variant")
+  (row,) = read_rows(found, "Adam")
+  # JSON that every reader takes, without NaN.
+  assert row == {"variant": "ours", "milliseconds": [30.0] * 3, "loss": "nan"}
+  assert findings.Findings(tmp_path).facts == {"device": "a GPU"}
   page = (tmp_path / "tables.md").read_text()
   assert "### Adam" in page and "* Left out: something" in page
 
 
-def test_each_row_is_printed_once_as_soon_as_it_is_measured(tmp_path, capsys):
-  found = findings.Findings(tmp_path, {})
-  table = {"kind": "table", "table": "training", "title": "Adam"}
-  bare, ours = make_row(30, variant="bare", loss="nan"), make_row(None)
-  found.add(table | {"rows": [bare, ours]})
-  assert capsys.readouterr().out == "Adam: bare: 30.000 ms, loss nan\n"
-  ours["error"] = "not measured: more than 120 s"
-  found.add(table | {"rows": [bare, ours]})
-  assert capsys.readouterr().out == f"Adam: ours: {ours['error']}\n"
-  found.add(table | {"rows": [bare, ours], "complete": True})
-  assert capsys.readouterr().out.startswith("\n### Adam\n\n| variant")
-
-
 # Measures three rows, of which the second one is the name of the part.
 PART = """
-import json, os, signal, sys, time
-from on_gpu import events
-from on_gpu.rows import Rows
+import json, os, pathlib, signal, sys, time
+from on_gpu.findings import Findings, Table
 request = json.loads(sys.argv[1])
-table = Rows("training", "model", request["finished"])
-for name in "first", request["part"], "last":
-  row = {"variant": name, "process": os.getpid()}
-  if table.begin(row):
-    if name == "slow":
-      time.sleep(60)
-    if name == "crash":
-      os.kill(os.getpid(), signal.SIGSEGV)
-    table.tell()
+found = Findings(pathlib.Path(request["out"]), request["row_seconds"])
+if request["part"] == "early":
+  print("a bug", file=sys.stderr)
+  os._exit(1)
+table = Table(found, "training", "model")
+def measure(row):
+  row["process"] = os.getpid()
+  if row["variant"] == "slow":
+    time.sleep(60)
+  if row["variant"] == "crash":
+    os.kill(os.getpid(), signal.SIGSEGV)
+names = "first", request["part"], "last"
+table.measure_each([{"variant": n} for n in names], measure, lambda row: 1e12)
 if request["part"] == "rounds":
   time.sleep(1.5)
-events.tell("end")
 """
 
 
 @pytest.fixture
-def run_part(tmp_path, monkeypatch):
-  """Return a function that runs `PART`, or other code, with limits."""
+def run_part(found, tmp_path, monkeypatch):
+  """Return a function that runs `PART` with limits, and returns its rows."""
 
-  def run(name, *, seconds=60, row_seconds=60, shell=None):
+  def run(name, *, seconds=60, row_seconds=60):
     script, python = tmp_path / "part.py", tmp_path / "python"
     script.write_text(PART)
-    shell = shell or f'exec "{sys.executable}" "{script}" "$3"'
-    python.write_text(f"#!/bin/sh\n{shell}\n")
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}" "$3"\n')
     python.chmod(0o755)
     monkeypatch.setattr(processes.sys, "executable", str(python))
     monkeypatch.setattr(processes, "GRACE", 0.0)
     request = {"part": name, "until": time.time() + seconds}
-    log = tmp_path / "log.txt"
-    return list(processes.run(request, tmp_path, log, row_seconds))
+    request |= {"out": str(tmp_path), "row_seconds": row_seconds}
+    processes.run(request, tmp_path)
+    written = findings.Findings(tmp_path)
+    return written.tables.get("model", {"rows": []})["rows"], written.lines
 
   return run
 
 
 @pytest.mark.parametrize(
   "second, error",
-  [
-    ("slow", "not measured: more than 2 s"),
-    ("crash", "not measured: its process broke off, and log.txt may say why"),
-  ],
+  [("slow", "not measured: more than 1 s"), ("crash", findings.BROKE_OFF)],
 )
 def test_a_row_that_does_not_end_is_reported_and_the_next_one_is_measured(
   second, error, run_part
 ):
-  found = run_part(second, row_seconds=2)
-  assert [event["kind"] for event in found] == ["table"] * 3
-  assert [len(event["rows"]) for event in found] == [1, 2, 3]
-  first, stopped, last = found[-1]["rows"]
-  assert [row.get("error") for row in found[-1]["rows"]] == [None, error, None]
-  assert stopped["variant"] == second
+  rows, lines = run_part(second, row_seconds=1)
+  assert [row.get("error") for row in rows] == [None, error, None]
+  assert [row["variant"] for row in rows] == ["first", second, "last"]
   # The first row was measured once, by the process that was ended.
-  assert first["process"] == stopped["process"] != last["process"]
+  assert rows[0]["process"] != rows[2]["process"]
+  assert lines == []
 
 
 def test_rounds_of_rows_that_are_measured_may_take_longer_than_a_row(run_part):
-  found = run_part("rounds", row_seconds=1)
-  assert [event["kind"] for event in found] == ["table"] * 3
-  assert not any("error" in row for row in found[-1]["rows"])
+  rows, lines = run_part("rounds", row_seconds=1)
+  assert len({row["process"] for row in rows}) == 1 and lines == []
 
 
-def test_a_part_that_exceeds_its_time_is_ended_and_reported(run_part):
+@pytest.mark.parametrize(
+  "name, errors, line",
+  [
+    ("slow", [None, findings.BROKE_OFF], "was ended, since its time was over."),
+    ("early", [], "broke off: log.txt may say why."),
+  ],
+)
+def test_a_part_that_exceeds_its_time_or_crashes_is_reported(
+  name, errors, line, run_part, tmp_path
+):
   start = time.time()
-  *_, table, line = run_part("slow", seconds=2)
+  rows, lines = run_part(name, seconds=3)
   assert time.time() - start < 10
-  error = "not measured: the time of its part was over"
-  assert [row.get("error") for row in table["rows"]] == [None, error]
-  assert line["text"] == "slow was ended, since its time was over."
-
-
-def test_a_part_that_crashes_before_a_row_is_reported(run_part, tmp_path):
-  (line,) = run_part("crash", shell="echo a bug >&2\nkill -SEGV $$")
-  assert line["text"] == "crash broke off: log.txt may say why."
-  assert "a bug" in (tmp_path / "log.txt").read_text()
+  assert [row.get("error") for row in rows] == errors
+  assert lines == [f"{name} {line}"]
+  assert ("a bug" in (tmp_path / "log.txt").read_text()) == (name == "early")
 
 
 def test_packages_of_the_users_path_are_found_after_this_checkout(
@@ -246,11 +247,11 @@ def test_packages_of_the_users_path_are_found_after_this_checkout(
   # Parts run in another folder, so that relative paths become absolute.
   for path in os.pathsep.join([".", "", "/b"]), os.pathsep.join(expected):
     monkeypatch.setenv("PYTHONPATH", path)
-    found = processes.environment(tmp_path)["PYTHONPATH"]
+    found = processes.make_environment(tmp_path)["PYTHONPATH"]
     assert found.split(os.pathsep) == expected
 
 
-def test_a_variant_that_fails_does_not_end_its_case(capsys, monkeypatch):
+def test_a_variant_that_fails_does_not_end_its_case(found, monkeypatch):
   def fail(workload):
     raise RuntimeError(OUT_OF_MEMORY)
 
@@ -258,20 +259,20 @@ def test_a_variant_that_fails_does_not_end_its_case(capsys, monkeypatch):
   case = jax_optimizers.CASES["small"]["Adam, many leaves"]
   case = dataclasses.replace(case, compared=("bare", "ours"))
   monkeypatch.setitem(jax_optimizers.CASES, "small", {"Adam": case})
-  jax_optimizers.run("small", TINY, time.time() + 60)
-  bare, ours = read_events(capsys)[-1]["rows"]
+  jax_optimizers.run("small", TINY, time.time() + 60, found)
+  bare, ours = read_rows(found, "Adam, JAX")
   assert ours["error"] == FAILED
   assert bare["milliseconds"]
   assert bare["parameters"] == 6 * 8 * 8
   assert tables.name(bare) == "bare, 6 leaves"
 
 
-def test_the_copy_is_measured(capsys):
+def test_the_copy_is_measured(found):
   copy = jax_optimizers.make_copy(TINY)
-  assert devices.measure_copy(copy, "JAX") > 1e6
-  assert any(event["kind"] == "facts" for event in read_events(capsys))
+  assert devices.measure_copy(copy, "JAX", found) > 1e6
+  assert list(found.facts) == ["copy bandwidth by JAX, bytes/s"]
   failing = Sleeper("copy", fails=True)
-  assert math.isnan(devices.measure_copy(failing, "JAX"))
+  assert math.isnan(devices.measure_copy(failing, "JAX", found))
 
 
 @pytest.mark.parametrize("name", ["transformer, unrolled", "residual network"])
@@ -292,31 +293,18 @@ def test_all_precisions_have_nearly_the_float32_loss(name):
     assert np.isclose(found, reference, rtol=rtol), (precision, checkpoint)
 
 
-EARLIER = {"variant": "TF32", "checkpoint": False, "milliseconds": [1.0] * 3}
-NO_TIME = EARLIER | {"error": "left out, since no time is left"}
-del NO_TIME["milliseconds"]
-
-
-@pytest.mark.parametrize(
-  "finished, row, kinds",
-  [
-    # The clock of the row is stopped before the rounds of the others.
-    ([], NO_TIME, ["begin", "table", "table"]),
-    ([EARLIER], EARLIER, ["table"]),
-  ],
-)
-def test_a_row_without_time_or_of_an_earlier_process_is_not_measured(
-  finished, row, kinds, capsys
-):
+def test_a_row_without_time_or_of_an_earlier_process_is_not_measured(found):
   name = "transformer, unrolled"
-  finished = {f"{name}, JAX": finished}
-  jax_training.run(name, TINY, time.time() - 1, finished=finished)
-  found = read_events(capsys)
-  assert [event["kind"] for event in found] == kinds
-  assert found[-1]["rows"] == [row] and found[-1]["complete"]
+  earlier = {"variant": "TF32", "checkpoint": False, "milliseconds": [1.0] * 3}
+  found.tables[f"{name}, JAX"] = {"kind": "training", "rows": [earlier]}
+  size = dataclasses.replace(TINY, rows=2)
+  jax_training.run(name, size, time.time() - 1, found)
+  first, second = read_rows(found, f"{name}, JAX")
+  assert first == earlier
+  assert second["error"] == "left out, since no time is left"
 
 
-def test_reports_are_timed_relative_to_the_compilation(capsys, monkeypatch):
+def test_reports_are_timed_relative_to_the_compilation(found, monkeypatch):
   def check_step(step, params, *args, progress):
     assert not progress
     ups = [layer["up"] for layer in params["layers"]]
@@ -327,14 +315,12 @@ def test_reports_are_timed_relative_to_the_compilation(capsys, monkeypatch):
   Checked = collections.namedtuple("Checked", "problems")
   monkeypatch.setattr(jax_reports.diagnostics, "check_step", check_step)
   size = dataclasses.replace(TINY, depth=3)
-  jax_reports.run("all", size, time.time() + 600)
-  found = read_events(capsys)
-  # Each row is sent before the next one begins.
-  assert [e["kind"] for e in found] == ["begin", "table"] * 3 + ["table"]
-  compiled, sound, overflowing = found[-1]["rows"]
+  jax_reports.run("all", size, time.time() + 600, found)
+  rows = read_rows(found, "check_step of a GPT, JAX")
+  compiled, sound, overflowing = rows
   assert is_large == [[False] * 3, [False, True, False]]
   assert (sound["problems"], overflowing["problems"]) == (0, 1)
   for row in sound, overflowing:
     assert row["to_compiling"] == row["seconds"] / compiled["seconds"]
-  table = tables.render("report", found[-1]["rows"])
+  table = tables.render("report", rows)
   assert f"| {sound['to_compiling']:.1f}x " in table

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.utils import _pytree as pytree
 
-from on_gpu.rows import Rows
+from on_gpu.findings import Findings, Table
 from on_gpu.torch_device import DEVICE, TorchProgram
 
 # Precision: (the dtype of autocast, whether float32 matmuls use TF32, scaled).
@@ -83,7 +83,7 @@ class Training(TorchProgram):
       self.row["peak_bytes"] = _memory()[1] - self._held
 
 
-def run(name: str, size, until: float, without=(), finished=None) -> None:
+def run(name: str, size, until: float, findings: Findings, without=()) -> None:
   """Measure the transformer in as many rows as there is time for."""
   loss_fn = transformer_loss(size.heads)
   params = weights.transformer(size)
@@ -91,7 +91,7 @@ def run(name: str, size, until: float, without=(), finished=None) -> None:
     {key: torch.tensor(x, device=DEVICE).long() for key, x in batch.items()}
     for batch in weights.token_batches(size)
   ]
-  table = Rows("training", f"{name}, torch", finished)
+  table = Table(findings, "training", f"{name}, torch")
   now = time.time()
   eager_until = now + 0.3 * (until - now)
   compiled_until = now + 0.8 * (until - now)
