@@ -3,14 +3,12 @@
   python benchmarks/autocast/autocast.py  # in the environment of the tests
 
 It prints a table. In parentheses are the errors of the float32 model with its
-parameters rounded to float16.
+parameters rounded to float16. Arguments are the names of models.
 """
 
-import argparse
 import pathlib
 import statistics
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +20,7 @@ import optax_lossscale as ols
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "tests"))
 from helpers import float32_models, matmul_flops
+from shared.clock import time_call
 from shared.tables import markdown
 
 COLUMNS = [
@@ -33,24 +32,19 @@ COLUMNS = [
   "tracing",
   "temporary memory",
 ]
+ROUNDS = 6  # traces of each
 
 
 def main():
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument("--rounds", type=int, default=6, help="traces of each")
-  names = float32_models.NAMES
-  parser.add_argument("--models", nargs="+", choices=names, default=names)
-  args = parser.parse_args()
+  names = sys.argv[1:] or float32_models.NAMES
   rows = [
-    [name, *measure(float32_models.make_model(name), args.rounds)]
-    for name in tqdm.tqdm(args.models)
+    [name, *measure(float32_models.make_model(name))]
+    for name in tqdm.tqdm(names)
   ]
   print(markdown([COLUMNS, *rows], right_from=1))
 
 
-def measure(model, rounds):
+def measure(model):
   """Return the cells of a model after its name."""
   params, *others = model.arrays
   fun = lambda cast: lambda p: model.value_and_grad((p, *others), cast)
@@ -69,7 +63,7 @@ def measure(model, rounds):
     f"{cosine:.1e} ({least_cosine:.1e})",
     f"{loss:.1e} ({least_loss:.1e})",
     f"{counts[1] / counts[0]:.2f}x",
-    f"{measure_trace_ratio(model, rounds):.2f}x",
+    f"{measure_trace_ratio(model):.2f}x",
     f"{memory[1] / memory[0]:.2f}x",
   ]
 
@@ -78,18 +72,16 @@ def as_written(fun):
   return fun
 
 
-def measure_trace_ratio(model, rounds):
+def measure_trace_ratio(model):
   """Return the median time to trace with `autocast`, relative to without."""
 
   def seconds(cast):
     # JAX caches the trace of a function, so each call traces a new function.
     fun = lambda arrays: model.loss(arrays, cast)
-    start = time.process_time()
-    jax.make_jaxpr(fun)(model.arrays)
-    return time.process_time() - start
+    return time_call(lambda: jax.make_jaxpr(fun)(model.arrays))[0]
 
   # Alternate, so that both meet the same load. The first pair fills caches.
-  pairs = [(seconds(as_written), seconds(ols.autocast)) for _ in range(rounds)]
+  pairs = [(seconds(as_written), seconds(ols.autocast)) for _ in range(ROUNDS)]
   return statistics.median(after / before for before, after in pairs[1:])
 
 

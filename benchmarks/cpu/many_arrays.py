@@ -13,7 +13,6 @@ import json
 import pathlib
 import platform
 import random
-import statistics
 import sys
 import time
 from typing import Any
@@ -61,22 +60,22 @@ def measure(name: str, n_arrays: int) -> dict[str, float]:
   return {"trace": stages.trace_seconds, "compile": stages.compile_seconds}
 
 
-def run(names: list[str], n_arrays: int, rounds: int) -> dict[str, Any]:
+def run(n_arrays: int, rounds: int) -> dict[str, Any]:
   """Return the figures by optimizer; a ratio is taken within a round."""
-  seconds = {name: [] for name in names}
+  seconds = {name: [] for name in OPTIMIZERS}
   for _ in tqdm.trange(rounds, desc=f"{n_arrays} arrays"):
-    for name in random.sample(names, len(names)):
+    for name in random.sample(list(OPTIMIZERS), len(OPTIMIZERS)):
       seconds[name].append(measure(name, n_arrays))
-  return {name: _summarize(seconds[name], seconds["bare"]) for name in names}
-
-
-def _summarize(own, bare):
-  figures = {"rounds": len(own)}
-  for key in ("trace", "compile"):
-    ratios = [a[key] / b[key] for a, b in zip(own, bare, strict=True)]
-    figures[key] = statistics.median(seconds[key] for seconds in own)
-    figures[f"{key}_ratio"] = quartiles(ratios)
-  return figures
+  results: dict[str, Any] = {}
+  for name, own in seconds.items():
+    results[name] = {"rounds": rounds}
+    for key in ("trace", "compile"):
+      pairs = zip(own, seconds["bare"], strict=True)
+      results[name] |= {
+        key: quartiles([found[key] for found in own])[1],
+        f"{key}_ratio": quartiles([a[key] / b[key] for a, b in pairs]),
+      }
+  return results
 
 
 def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
@@ -100,15 +99,14 @@ def main() -> None:
   parser.add_argument("--rounds", type=int, default=3)
   parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
   args = parser.parse_args()
-  names = list(OPTIMIZERS)
-  for name in names:  # Leave out what a process computes once.
+  for name in OPTIMIZERS:  # Leave out what a process computes once.
     measure(name, 3)
   versions = {name: importlib.metadata.version(name) for name in PACKAGES}
   found = {"python": platform.python_version(), **versions, "results": {}}
   if args.output.exists():  # Keep other numbers of arrays.
     found["results"] = json.loads(args.output.read_text())["results"]
   for n_arrays in args.arrays:
-    found["results"][str(n_arrays)] = run(names, n_arrays, args.rounds)
+    found["results"][str(n_arrays)] = run(n_arrays, args.rounds)
     args.output.write_text(json.dumps(found, indent=1) + "\n")
   print(table(found["results"]))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 from shared import clock
-from shared.jax_program import copy_for_donation, JaxProgram
+from shared.jax_program import JaxProgram
 from shared.variants import VARIANTS
 import tqdm
 
@@ -48,24 +48,6 @@ def measure(
   return results
 
 
-def count_traces(name: str, workload: Any, n_steps: int = 10) -> int:
-  """Return how often JAX traces the step in a loop with skipped steps."""
-  step, carry = VARIANTS[name][0](workload)
-  traces = 0
-
-  def counted(carry, data):
-    nonlocal traces
-    traces += 1
-    return step(carry, data)
-
-  jitted = jax.jit(counted, donate_argnums=0)
-  carry = copy_for_donation(carry)
-  for i in range(n_steps):
-    data = workload.overflowing_data() if i == 5 else workload.data
-    carry, _ = jitted(carry, data)
-  return traces
-
-
 def _make_program(name, workload):
   make, baseline = VARIANTS[name]
   # Baselines can't skip a step: they would continue with NaN.
@@ -97,23 +79,23 @@ def _compare_times(samples, program, baseline):
   wall, cpu = 0, 1
   times = {
     "milliseconds": 1e3 * statistics.median(sample[wall] for sample in own),
-    "time": _ratio(own, base, wall),
-    "cpu_time": _ratio(own, base, cpu),
+    "time": compute_ratios(own, base, wall),
+    "cpu_time": compute_ratios(own, base, cpu),
   }
   if skipped := samples.get((program, True)):
-    times["skipped_time"] = _ratio(skipped, own, wall)
-    times["skipped_cpu_time"] = _ratio(skipped, own, cpu)
+    times["skipped_time"] = compute_ratios(skipped, own, wall)
+    times["skipped_cpu_time"] = compute_ratios(skipped, own, cpu)
   return times
 
 
 def _compare_figures(figures, baseline):
-  seconds = [
-    f["trace_seconds"] + f["compile_seconds"] for f in (figures, baseline)
-  ]
+  total = lambda f: f["trace_seconds"] + f["compile_seconds"]
   figures["bytes_ratio"] = figures["bytes"] / baseline["bytes"]
-  figures["trace_and_compile_ratio"] = seconds[0] / seconds[1]
+  figures["trace_and_compile_ratio"] = total(figures) / total(baseline)
 
 
-def _ratio(times, base, which):
-  ratios = [a[which] / b[which] for a, b in zip(times, base, strict=True)]
-  return statistics.quantiles(ratios, n=4)
+def compute_ratios(own, base, key):
+  """Return the quartiles of the ratios of rounds, by a key of both samples."""
+  return clock.quartiles(
+    [a[key] / b[key] for a, b in zip(own, base, strict=True)]
+  )

@@ -3,6 +3,7 @@
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 from shared.tables import markdown
 
 # Heading and cell of each column. CPU time is that of all threads.
@@ -90,16 +91,18 @@ def plot(results: dict[str, dict[str, Any]], time: str, path: str) -> None:
   )
   height = 0.8 / len(names)
   for i, name in enumerate(names):
-    columns = _ratios(results, name, time)
-    for axis, ratios in zip(axes, columns, strict=True):
-      y = [k + i * height for k, ratio in enumerate(ratios) if ratio]
-      found = [ratio for ratio in ratios if ratio]
-      middle = [r[1] for r in found]
-      spread = [[r[1] - r[0] for r in found], [r[2] - r[1] for r in found]]
-      axis.barh(y, middle, height, xerr=spread, label=name, color=f"C{i}")
-  for axis, title in zip(
-    axes, (time.replace("_", " "), "bytes accessed"), strict=True
-  ):
+    at = [k for k, variants in enumerate(results.values()) if name in variants]
+    found = [
+      variants[name] for variants in results.values() if name in variants
+    ]
+    y = [k + i * height for k in at]
+    low, middle, high = np.transpose([figures[time] for figures in found])
+    spread = [middle - low, high - middle]
+    color = {"label": name, "color": f"C{i}"}
+    axes[0].barh(y, middle, height, xerr=spread, **color)
+    axes[1].barh(y, [f["bytes_ratio"] for f in found], height, **color)
+  titles = time.replace("_", " "), "bytes accessed"
+  for axis, title in zip(axes, titles, strict=True):
     axis.axvline(1, color="black", linewidth=0.8)
     axis.set_xlabel(f"{title}, relative to no loss scaling")
   axes[0].set_yticks([k + 0.4 for k in range(len(results))], list(results))
@@ -107,16 +110,6 @@ def plot(results: dict[str, dict[str, Any]], time: str, path: str) -> None:
   axes[1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
   figure.tight_layout()
   figure.savefig(path, dpi=120)
-
-
-def _ratios(results, name, time):
-  """Time and bytes of a variant, workload by workload, None where not run."""
-  times, sizes = [], []
-  for variants in results.values():
-    figures = variants.get(name)
-    times.append(figures and figures[time])
-    sizes.append(figures and [figures["bytes_ratio"]] * 3)
-  return times, sizes
 
 
 def _spread(quartiles):

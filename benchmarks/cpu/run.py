@@ -13,7 +13,7 @@ import jax
 import tqdm
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
-from measure import count_traces, measure
+from measure import measure
 import report
 from shared.variants import VARIANTS
 from shared.workloads import make_workloads
@@ -34,23 +34,18 @@ def main() -> None:
       bar.set_description(name)
       variants = _drop_slow_compiles(args.variants, name)
       results[name] = measure(workloads[name](), variants, args.rounds, bar)
-  tiny = make_workloads(1 / 1024)["adam"]()
-  traces = {name: count_traces(name, tiny) for name in args.variants}
-  _write(args.output, _describe_environment(), results, traces)
+  _write(args.output, _describe_environment(), results)
 
 
 def _parse_args():
   names = list(make_workloads(1))
   parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--workloads", nargs="+", choices=names, metavar="NAME")
-  parser.add_argument(
-    "--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS)
-  )
-  parser.add_argument("--rounds", type=int, default=20)
-  parser.add_argument(
-    "--size", type=float, default=1, help="what numbers of params are times"
-  )
-  parser.add_argument("--output", type=pathlib.Path, default=HERE)
+  add = parser.add_argument
+  add("--workloads", nargs="+", choices=names, metavar="NAME")
+  add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+  add("--rounds", type=int, default=20)
+  add("--size", type=float, default=1, help="factor of numbers of params")
+  add("--output", type=pathlib.Path, default=HERE)
   args = parser.parse_args()
   missing = {VARIANTS[name][1] for name in args.variants} - set(args.variants)
   args.variants = sorted(missing) + args.variants
@@ -79,15 +74,11 @@ def _describe_environment():
   }
 
 
-def _write(output, environment, results, traces):
+def _write(output, environment, results):
   output.mkdir(parents=True, exist_ok=True)
-  (output / "results.json").write_text(
-    json.dumps(
-      {"environment": environment, "results": results, "traces": traces},
-      indent=1,
-    )
-    + "\n"
-  )
+  content = {"environment": environment, "results": results}
+  text = json.dumps(content, indent=1)
+  (output / "results.json").write_text(text + "\n")
   # On GPU the CPU only waits; on CPU others may take it away meanwhile.
   clock = "cpu_time" if environment["platform"] == "cpu" else "time"
   report.plot(results, clock, output / "results.png")
@@ -96,8 +87,6 @@ def _write(output, environment, results, traces):
     print(f"\n{report.summary(results)}")
   for name, variants in results.items():
     print(f"\n{report.folded(name, variants)}")
-  print("\nTraces in ten steps:")
-  print(", ".join(f"{name}: {count}" for name, count in traces.items()))
 
 
 if __name__ == "__main__":
