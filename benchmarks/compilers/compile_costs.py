@@ -44,19 +44,6 @@ WORKLOADS = (
   "mlp",
   "transformer",
 )
-# Optimizers that reduce the gradients before they use them, which costs one
-# more pass, and one in which XLA's fusions are a matter of chance.
-OPTIMIZERS = {
-  "clip_by_global_norm, adamw": lambda: optax.chain(
-    optax.clip_by_global_norm(1.0), optax.adamw(1e-3)
-  ),
-  "adafactor": lambda: optax.adafactor(1e-3),
-  "novograd": lambda: optax.novograd(1e-3),
-  "adaptive_grad_clip, sgd": lambda: optax.chain(
-    optax.adaptive_grad_clip(0.1), optax.sgd(0.1, momentum=0.9)
-  ),
-  "adadelta": lambda: optax.adadelta(1e-3),
-}
 IMAGES = 64  # of a whole step
 Figures = dict[str, Any]
 
@@ -105,19 +92,6 @@ def _measure_steps(device: str) -> Figures:
     return measure_per_parameter(device, step, carry, data, params)
 
   return _measure_table(WORKLOADS, COMPARED, measure, device)
-
-
-def _measure_optimizers(device: str) -> Figures:
-  """Return figures of other optimizers, bare and ours."""
-  shape = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
-  params = {f"w{i}": shape for i in range(4)}
-
-  def measure(name, variant):
-    tx = OPTIMIZERS[name]()
-    tx = ols.with_loss_scaling(tx) if variant == "ours" else tx
-    return measure_update(device, tx, params, params)
-
-  return _measure_table(OPTIMIZERS, ("bare", "ours"), measure, device)
 
 
 def _measure_training(device: str) -> Figures:
@@ -265,12 +239,12 @@ def _measure_collectives(chips: str) -> dict[str, list[str]]:
 
 
 def _tabulate_steps(figures: Figures) -> dict[str, str]:
-  kernels = _format_table(figures, lambda f: str(f["kernels"]))
-  return _tabulate_bytes(figures, "bytes per parameter") | {"kernels": kernels}
-
-
-def _tabulate_bytes(figures: Figures, title: str) -> dict[str, str]:
-  return {title: _format_table(figures, lambda f: f"{f['bytes']:.2f}")}
+  return {
+    "bytes per parameter": _format_table(
+      figures, lambda f: f"{f['bytes']:.2f}"
+    ),
+    "kernels": _format_table(figures, lambda f: str(f["kernels"])),
+  }
 
 
 def _format_table(figures: Figures, cell: Callable[[Figures], str]) -> str:
@@ -313,12 +287,6 @@ ON_TPU = ("v5e", "v5p", "v6e")
 # What measures a part on a device, and what makes tables of its figures.
 PARTS = {
   "steps": (_measure_steps, _tabulate_steps),
-  "optimizers": (
-    _measure_optimizers,
-    functools.partial(
-      _tabulate_bytes, title="other optimizers, bytes per parameter"
-    ),
-  ),
   "training": (_measure_training, _tabulate_training),
   "autocast": (
     _measure_autocast,
@@ -332,7 +300,6 @@ PARTS = {
 }
 DEVICES = {
   "steps": ("v5e", "v6e", "t4", "v100", "h100"),
-  "optimizers": ("v5e", "v6e", "t4", "v100", "h100"),
   "training": ("t4", "v100"),
   "autocast": ("v5e", "t4", "v100", "h100"),
   "attention": ("h100",),
@@ -340,7 +307,6 @@ DEVICES = {
 }
 ON_REQUEST = {
   "steps": ("v5p",),
-  "optimizers": ("v5p",),
   "collectives": ("256 chips", "2048 chips"),
 }
 

@@ -1,7 +1,7 @@
 """Compare policies on the same simulated gradients: what each one loses.
 
-Simulates 100,000 steps of many kinds. Writes its part of policies.json and
-policies.png, and prints the tables of README.md.
+Simulates 100,000 steps of many kinds, writes its part of policies.json, and
+prints the tables of README.md.
 
   python benchmarks/policies/policies.py  # half a minute
 """
@@ -11,7 +11,6 @@ import json
 import pathlib
 import sys
 
-from matplotlib.figure import Figure
 import numpy as np
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
@@ -58,7 +57,6 @@ def main() -> None:
     for name in patterns
   }
   file.write_text(json.dumps(results, indent=1) + "\n")
-  draw(processes, traces, args.output / "policies.png")
   print_tables(by_process, results["patterns"])
 
 
@@ -137,29 +135,6 @@ def format_cell(values, column):
   if low == high:
     return show(middle)
   return f"{show(middle)} ({show(low)} to {show(high)})"
-
-
-def draw(processes, traces, file):
-  """Draw the scale over the steps of four processes."""
-  names = ["calm", "sparse: every 40", "2**7 more every 40", "40 NaNs"]
-  figure = Figure(figsize=(11, 7), layout="tight")
-  all_axes = figure.subplots(2, 2, sharex=True)
-  for axes, name in zip(all_axes.flat, names, strict=True):
-    process = processes[name]
-    level = process.log2_amax if process.level is None else process.level
-    steps = np.arange(0, level.shape[1], 20)
-    best = (simulation.TOP - level)[0, steps]
-    axes.plot(steps, best, color="black", lw=0.2, label="overflow")
-    for policy in ("dynamic", "headroom"):
-      trace = traces[policy][name]
-      lost = simulation.find_lost(process.log2_amax, trace)[0].sum()
-      label = f"{policy}: {lost:,} lost"
-      axes.plot(steps, trace[0][0, steps], lw=1, label=label)
-    axes.set(title=name, ylim=(-26, 50), ylabel="log2 of the loss scale")
-    axes.legend(loc="lower right")
-  for axes in all_axes[1]:
-    axes.set_xlabel("step")
-  figure.savefig(file, dpi=100)
 
 
 if __name__ == "__main__":
