@@ -21,15 +21,14 @@ import ast
 import collections
 from collections.abc import Iterable
 import difflib
-import importlib
-import multiprocessing
 import os
 import pathlib
 import random
 import re
 import shutil
+import signal
+import subprocess
 import sys
-import warnings
 
 from cosmic_ray import plugins
 from cosmic_ray.commands import init
@@ -54,19 +53,6 @@ def read_tests(page: str) -> dict[str, list[str]]:
 TESTS = read_tests((ROOT / "tests" / "README.md").read_text())
 # The tests of this folder take longest, so its mutants are tried last.
 SLOWEST = "diagnostics._comparison"
-# Libraries that most tests import. They are imported once, before a process is
-# forked for each mutant. Each process imports the package itself again.
-LIBRARIES = (
-  "chex",
-  "equinox",
-  "flax.linen",
-  "flax.nnx",
-  "haiku",
-  "hypothesis",
-  "matplotlib.figure",
-  "optax.contrib",
-  "pytest",
-)
 # These replacements fail on any array of floats and on any bool, so every test
 # that runs the line catches them.
 ALWAYS_CAUGHT = re.compile(
@@ -74,29 +60,20 @@ ALWAYS_CAUGHT = re.compile(
   r"((Add|Sub|Mul|Div|Pow)_(FloorDiv|Mod|RShift|LShift|Bit.*)"
   r"|Bit.*_(Add|Sub|Mul|Div|Pow|FloorDiv|Mod|RShift|LShift))"
 )
-PYTEST_OPTIONS = (
+OPTIONS = [
   "-x",
   "-q",
-  "-p",
-  "no:cacheprovider",
+  "-pno:cacheprovider",
   "--hypothesis-profile=mutants",
-  # pytest can't rewrite the asserts of a module that is imported before it, and
-  # need not.
-  "-W",
-  "ignore::pytest.PytestAssertRewriteWarning",
-)
+]
 TIMEOUT = 600  # seconds for the tests of one mutant
 PASSED = 0, 5  # pytest exits with 5 if no test was selected
-FOREIGN = 100  # the exit status if the tests imported another copy
 
 
 def main():
   """Try mutants, print the survivors, and exit with 1 if there are too many."""
   args = parse_args()
   folder = copy_project(args.name or "check")
-  set_environment()
-  for library in LIBRARIES:
-    importlib.import_module(library)
   items = list_items(folder, find_modules(args.name))
   items = [item for item in items if is_informative(item)]
   counts = collections.Counter(get_module(folder, item) for item in items)
@@ -177,19 +154,21 @@ def copy_project(name: str) -> pathlib.Path:
   return folder
 
 
-def set_environment() -> None:
-  """Set the variables of JAX and of the test processes, before JAX's import."""
-  # Without PYTHONDONTWRITEBYTECODE, a mutant could run the bytecode of another
-  # mutant of the same second. Most mutants share the programs of XLA's cache.
-  os.environ |= {
-    "PYTHONDONTWRITEBYTECODE": "1",
+def make_environment(folder: pathlib.Path, is_mutant: bool) -> dict[str, str]:
+  """Return the environment of the tests, which must import the copy."""
+  environment = os.environ | {
+    "JAX_PLATFORMS": "cpu",
+    "PYTHONPATH": str(folder),
+    # Most mutants share the programs of XLA's cache.
     "JAX_COMPILATION_CACHE_DIR": str(ROOT / "build" / "mutants" / "xla"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    "JAX_PLATFORMS": "cpu",
   }
-  # JAX warns about forks, which are safe before it has a backend and threads.
-  warnings.filterwarnings("ignore", r"os\.fork\(\) was called")
+  # The run without a mutant writes the bytecode that all mutants read. Else, a
+  # mutant could run the bytecode of another one of the same second.
+  if is_mutant:
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
+  return environment
 
 
 def list_items(folder: pathlib.Path, modules: list[str]) -> list[WorkItem]:
@@ -248,42 +227,25 @@ def fails(
 ) -> bool:
   """Return whether a quick or a slow test fails, or the tests time out."""
   marks = f"{'' if slow else 'not '}slow and not nightly"
-  arguments = folder, [*PYTEST_OPTIONS, "-m", marks, *paths], is_mutant
-  process = multiprocessing.get_context("fork").Process(
-    target=run, args=arguments
+  command = [sys.executable, "-m", "pytest", *OPTIONS, "-m", marks]
+  process = subprocess.Popen(
+    [*command, *paths],
+    cwd=folder,
+    env=make_environment(folder, is_mutant),
+    stdout=subprocess.DEVNULL if is_mutant else None,
+    stderr=subprocess.DEVNULL if is_mutant else None,
+    start_new_session=True,
   )
-  process.start()
-  # The timeout is for a mutant that never ends. Without a mutant, the tests of
-  # many modules may run.
-  process.join(TIMEOUT if is_mutant else None)
-  if process.is_alive():
-    process.kill()
-    process.join()
-  if process.exitcode == FOREIGN:
-    raise ImportError("The tests did not import the copy.")
-  if process.exitcode not in (*PASSED, 1, 2):  # Failed, or not collected.
-    print(f"The tests ended with the status {process.exitcode}.", flush=True)
-  return process.exitcode not in PASSED
-
-
-def run(folder: pathlib.Path, arguments: list[str], is_mutant: bool) -> None:
-  """Run tests in the copy, and end this process with pytest's status."""
-  import pytest
-
-  os.chdir(folder)
-  sys.path.insert(0, str(folder))
-  # The run without a mutant writes the bytecode that all mutants read.
-  sys.dont_write_bytecode = is_mutant
-  if is_mutant:
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
-  status = int(pytest.main(arguments))
-  sys.stdout.flush()
-  package = sys.modules.get(PACKAGE)
-  if package and not str(package.__file__).startswith(str(folder)):
-    status = FOREIGN
-  os._exit(status)
+  try:
+    # The timeout is for a mutant that never ends. Without a mutant, the tests
+    # of many modules may run.
+    status = process.wait(TIMEOUT if is_mutant else None)
+  except subprocess.TimeoutExpired:
+    os.killpg(process.pid, signal.SIGKILL)
+    status = process.wait()
+  if status not in (*PASSED, 1, 2):  # Failed, or not collected.
+    print(f"The tests ended with the status {status}.", flush=True)
+  return status not in PASSED
 
 
 def is_caught(folder: pathlib.Path, item: WorkItem, *, is_quick: bool) -> bool:

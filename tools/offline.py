@@ -6,7 +6,6 @@ Such a page is broken without a network, and tells others who reads it. Links
 that a reader may follow are fine.
 """
 
-import html.parser
 import pathlib
 import re
 import sys
@@ -15,7 +14,7 @@ import sys
 _LOADED = {"src", "srcset", "poster", "data", "background"}
 # Values of `rel` of a <link> that a browser only follows on a click.
 _FOLLOWED = {"author", "canonical", "help", "license", "next", "prev", "search"}
-_ELSEWHERE = re.compile(r"(?:https?:)?//", re.IGNORECASE)
+_ELSEWHERE = re.compile(r"\s*(?:https?:)?//", re.IGNORECASE)
 # In style sheets: url(https://...) and @import "https://...".
 _IN_STYLES = re.compile(
   r"""(?:url\(|@import)\s*["']?((?:https?:)?//[^"')\s]+)""", re.IGNORECASE
@@ -25,14 +24,18 @@ _IN_SCRIPTS = re.compile(
   r"""["'`]((?:https?:)?//[^"'`\s]+\.(?:m?js|css|woff2?|ttf))\b""",
   re.IGNORECASE,
 )
+_COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+_TAG = re.compile(r"""<(\w+)((?:"[^"]*"|'[^']*'|[^>"'])*)>""")
+_ATTRIBUTE = re.compile(r"""([\w-]+)\s*=\s*(?:"([^"]*)"|'([^']*)')""")
+_INLINE = re.compile(r"<(style|script)\b[^>]*>(.*?)</\1>", re.DOTALL)
 
 
 def find_external_loads(folder):
   """The (file, address) of all that pages load from other servers."""
   readers = {
     ".html": _find_in_page,
-    ".css": _find_in_styles,
-    ".js": _find_in_script,
+    ".css": _IN_STYLES.findall,
+    ".js": _IN_SCRIPTS.findall,
   }
   return [
     (path.relative_to(folder), address)
@@ -43,45 +46,20 @@ def find_external_loads(folder):
 
 
 def _find_in_page(text):
-  page = _Page()
-  page.feed(text)
-  return page.addresses
-
-
-class _Page(html.parser.HTMLParser):
-  def __init__(self):
-    super().__init__()
-    self.addresses = []
-    self._inside = None  # "script" or "style"
-
-  def handle_starttag(self, tag, attrs):
-    self._inside = tag if tag in ("script", "style") else None
-    attrs = {name: value or "" for name, value in attrs}
-    kinds = set(attrs.get("rel", "").split())
-    for name, value in attrs.items():
-      is_loaded = name in _LOADED or (
-        tag == "link" and name == "href" and not kinds & _FOLLOWED
-      )
-      if is_loaded and _ELSEWHERE.match(value.strip()):
-        self.addresses.append(value)
-    self.addresses += _find_in_styles(attrs.get("style", ""))
-
-  def handle_endtag(self, tag):
-    self._inside = None
-
-  def handle_data(self, data):
-    if self._inside == "style":
-      self.addresses += _find_in_styles(data)
-    if self._inside == "script":
-      self.addresses += _find_in_script(data)
-
-
-def _find_in_styles(text):
-  return _IN_STYLES.findall(text)
-
-
-def _find_in_script(text):
-  return _IN_SCRIPTS.findall(text)
+  text = _COMMENT.sub("", text)
+  addresses = []
+  for tag, attributes in _TAG.findall(text):
+    values = {k.lower(): a or b for k, a, b in _ATTRIBUTE.findall(attributes)}
+    loaded = _LOADED.copy()
+    if tag == "link" and not _FOLLOWED & set(values.get("rel", "").split()):
+      loaded.add("href")
+    found = [values[name] for name in sorted(loaded & values.keys())]
+    addresses += filter(_ELSEWHERE.match, found)
+    addresses += _IN_STYLES.findall(values.get("style", ""))
+  for tag, content in _INLINE.findall(text):
+    pattern = _IN_STYLES if tag == "style" else _IN_SCRIPTS
+    addresses += pattern.findall(content)
+  return addresses
 
 
 def main():

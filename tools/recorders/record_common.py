@@ -28,14 +28,25 @@ class Scaler:
   """One scaler of the package that is recorded, behind one interface.
 
   A recorder defines `start`, which makes it by its settings; `step`, which
-  tells whether a finite step or another was applied, or None if the scaler gave
-  up; `scale` and `counter`; `save`, what a checkpoint would hold, as JSON; and
-  `restore`, which continues from there.
+  returns whether a finite step or another was applied, or None if the scaler
+  gave up; `save`, what a checkpoint would hold, as JSON; and `restore`, which
+  continues from there. If the checkpoint holds the scale and the counter, it
+  defines their names in it, else `scale` and `counter`.
   """
+
+  SCALE: str
+  COUNTER: str
 
   def __init__(self, settings: Any):
     self.settings = settings
     self.start()
+
+  def scale(self) -> float:
+    scale = self.save()[self.SCALE]
+    return float(scale[0] if isinstance(scale, list) else scale)
+
+  def counter(self) -> int:
+    return int(self.save()[self.COUNTER])
 
   def load(self, saved: Any) -> "Scaler":
     """Return a scaler with these settings that continues from there."""

@@ -21,6 +21,8 @@ STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class DynamicLossScaler(common.Scaler):
+  SCALE = "cur_scale"
+
   def start(self):
     fp16 = self.settings
     # As the engine reads a block in which at least one of these is set. Without
@@ -42,9 +44,6 @@ class DynamicLossScaler(common.Scaler):
         raise
       return None
     return finite
-
-  def scale(self):
-    return float(self.scaler.cur_scale)
 
   def counter(self):
     return self.scaler.cur_iter - self.scaler.last_overflow_iter - 1

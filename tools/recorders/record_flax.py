@@ -20,6 +20,8 @@ def one_step(dynamic_scale, factor):
 
 
 class DynamicScale(common.Scaler):
+  SCALE, COUNTER = "scale", "fin_steps"
+
   def start(self):
     self.dynamic_scale = dynamic_scale_lib.DynamicScale(**self.settings)
 
@@ -28,12 +30,6 @@ class DynamicScale(common.Scaler):
     factor = jnp.float32(2.0**-20 if finite else jnp.inf)
     self.dynamic_scale, applied = one_step(self.dynamic_scale, factor)
     return bool(applied)
-
-  def scale(self):
-    return float(self.dynamic_scale.scale)
-
-  def counter(self):
-    return int(self.dynamic_scale.fin_steps)
 
   def save(self):
     saved = flax.serialization.to_state_dict(self.dynamic_scale)

@@ -12,6 +12,8 @@ import record_common as common
 
 
 class DynamicLossScale(common.Scaler):
+  SCALE, COUNTER = "loss_scale", "counter"
+
   def start(self):
     arrays = ("loss_scale", "min_loss_scale")
     self.loss_scale = jmp.DynamicLossScale(
@@ -25,20 +27,9 @@ class DynamicLossScale(common.Scaler):
     self.loss_scale = self.loss_scale.adjust(jnp.asarray(finite))
     return finite
 
-  def scale(self):
-    return float(self.loss_scale.loss_scale)
-
-  def counter(self):
-    return int(self.loss_scale.counter)
-
   def save(self):
-    return {
-      "loss_scale": self.scale(),
-      "counter": self.counter(),
-      "period": self.loss_scale.period,
-      "factor": self.loss_scale.factor,
-      "min_loss_scale": float(self.loss_scale.min_loss_scale),
-    }
+    saved = vars(self.loss_scale)
+    return {k: x.item() if hasattr(x, "item") else x for k, x in saved.items()}
 
   def load(self, saved):
     return DynamicLossScale(

@@ -29,6 +29,8 @@ module.torch = types.SimpleNamespace(
 
 
 class DynamicGradScaler(common.Scaler):
+  SCALE, COUNTER = "scale", "growth_tracker"
+
   def start(self):
     settings = self.settings
     # As megatron.core.optimizer makes it from its config.
@@ -44,12 +46,6 @@ class DynamicGradScaler(common.Scaler):
   def step(self, finite):
     self.scaler.update(not finite)
     return finite
-
-  def scale(self):
-    return self.scaler.scale.item()
-
-  def counter(self):
-    return self.scaler.state_dict()["growth_tracker"]
 
   def save(self):
     state = self.scaler.state_dict()

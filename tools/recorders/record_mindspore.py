@@ -6,6 +6,8 @@ import record_common as common
 
 
 class DynamicLossScaler(common.Scaler):
+  SCALE, COUNTER = "scale_value", "counter"
+
   def start(self):
     self.scaler = amp.DynamicLossScaler(**self.settings)
 
@@ -13,18 +15,12 @@ class DynamicLossScaler(common.Scaler):
     self.scaler.adjust(mindspore.Tensor(finite))
     return finite
 
-  def scale(self):
-    return float(self.scaler.scale_value.asnumpy())
-
-  def counter(self):
-    return int(self.scaler.counter.asnumpy())
-
   def save(self):
     return {
-      "scale_value": self.scale(),
+      "scale_value": float(self.scaler.scale_value.asnumpy()),
       "scale_factor": self.scaler.scale_factor,
       "scale_window": self.scaler.scale_window,
-      "counter": self.counter(),
+      "counter": int(self.scaler.counter.asnumpy()),
     }
 
   def restore(self, saved):

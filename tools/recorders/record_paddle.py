@@ -28,6 +28,8 @@ def enabled(**settings):
 
 
 class GradScaler(common.Scaler):
+  SCALE, COUNTER = "scale", "incr_count"
+
   def start(self):
     self.scaler = enabled(**self.settings)
     self.param = paddle.create_parameter(
@@ -45,12 +47,6 @@ class GradScaler(common.Scaler):
       self.scaler.update()
     # This value decided; the update itself may underflow at a large scale.
     return not bool(self.scaler._cache_found_inf)
-
-  def scale(self):
-    return float(self.scaler._scale.item())
-
-  def counter(self):
-    return self.scaler.state_dict()["incr_count"]
 
   def save(self):
     state = self.scaler.state_dict()

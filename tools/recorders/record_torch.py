@@ -6,6 +6,8 @@ import torch
 
 
 class GradScaler(common.Scaler):
+  SCALE, COUNTER = "scale", "_growth_tracker"
+
   def start(self):
     self.scaler = torch.amp.GradScaler("cpu", **self.settings)
     self.param = torch.zeros((), requires_grad=True)
@@ -22,12 +24,6 @@ class GradScaler(common.Scaler):
     with torch.no_grad():
       self.param.zero_()
     return applied
-
-  def scale(self):
-    return self.scaler.get_scale()
-
-  def counter(self):
-    return self.scaler.state_dict()["_growth_tracker"]
 
   def save(self):
     return self.scaler.state_dict()
