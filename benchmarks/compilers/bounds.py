@@ -5,7 +5,7 @@ from typing import Any
 
 from gpus import Gpu
 import scheduled_hlo
-from shared.tables import markdown
+from shared.tables import tabulate
 
 # On a T4 with 16 GB, CUDA reports 15.8 GB (16.9 GB on a V100), of which its
 # context and the libraries take some hundred MB.
@@ -80,21 +80,19 @@ def _around(guess, memory_needed, available):
   return max(0, guess - step), guess
 
 
+COLUMNS = {
+  "": "{variant}",
+  "GB moved": lambda f: f"{f['bytes'] / 1e9:.1f}",
+  "GB needed": lambda f: f"{f['needed'] / 1e9:.1f}",
+  "kernels": "{kernels:,}",
+  "largest batch": lambda f: str(f["largest_batch"] or ""),
+  "ms at least, memory": lambda f: f"{1e3 * f['seconds']['memory']:.0f}",
+  "products": lambda f: f"{1e3 * f['seconds']['products']:.0f}",
+  "library calls": lambda f: scheduled_hlo.format_matmuls(f["products"]),
+}
+
+
 def format_steps(by_variant: dict[str, dict[str, Any]]) -> str:
   """Return the figures of one model on one device as Markdown."""
-  head = ["", "GB moved", "GB needed", "kernels", "largest batch"]
-  head += ["ms at least, memory", "products", "library calls"]
-  rows = [
-    [
-      variant,
-      f"{found['bytes'] / 1e9:.1f}",
-      f"{found['needed'] / 1e9:.1f}",
-      f"{found['kernels']:,}",
-      str(found["largest_batch"] or ""),
-      f"{1e3 * found['seconds']['memory']:.0f}",
-      f"{1e3 * found['seconds']['products']:.0f}",
-      scheduled_hlo.format_matmuls(found["products"]),
-    ]
-    for variant, found in by_variant.items()
-  ]
-  return markdown([head, *rows])
+  rows = [{"variant": name} | found for name, found in by_variant.items()]
+  return tabulate(COLUMNS, rows)

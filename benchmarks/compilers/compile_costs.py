@@ -23,7 +23,7 @@ import optax
 import scheduled_hlo
 import sharded_costs
 from shared.models import RECOMPUTE
-from shared.tables import markdown
+from shared.tables import markdown, tabulate
 from shared.variants import VARIANTS
 from shared.workloads import make_workloads, Workload
 import tqdm
@@ -239,42 +239,35 @@ def _measure_collectives(chips: str) -> dict[str, list[str]]:
 
 
 def _tabulate_steps(figures: Figures) -> dict[str, str]:
+  rows = [{"step": name} | found for name, found in figures.items()]
+  variants = next(iter(figures.values()))
+  make_cell = "{{{}[{}]:{}}}".format  # "{ours[bytes]:.2f}"
+  tables = {"bytes per parameter": ("bytes", ".2f"), "kernels": ("kernels", "")}
   return {
-    "bytes per parameter": _format_table(
-      figures, lambda f: f"{f['bytes']:.2f}"
-    ),
-    "kernels": _format_table(figures, lambda f: str(f["kernels"])),
+    title: tabulate(
+      {"step": "{step}"} | {v: make_cell(v, *cell) for v in variants}, rows
+    )
+    for title, cell in tables.items()
   }
-
-
-def _format_table(figures: Figures, cell: Callable[[Figures], str]) -> str:
-  variants = list(next(iter(figures.values())))
-  rows = [
-    [name, *(cell(by_variant[v]) for v in variants)]
-    for name, by_variant in figures.items()
-  ]
-  return markdown([["step", *variants], *rows])
 
 
 def _tabulate_training(figures: Figures) -> dict[str, str]:
   return {model: bounds.format_steps(found) for model, found in figures.items()}
 
 
+GRADIENT_COLUMNS = {
+  "gradient": "{name}",
+  "MB moved": lambda f: f"{f['bytes'] / 1e6:,.0f}",
+  "peak MB": lambda f: f"{f['peak'] / 1e6:,.0f}",
+  "temporary MB": lambda f: f"{f['temporary'] / 1e6:,.0f}",
+  "kernels": "{kernels:,}",
+  "products": lambda f: scheduled_hlo.format_matmuls(f["products"]),
+}
+
+
 def _tabulate_gradients(figures: Figures, title: str) -> dict[str, str]:
-  """Return a table of what is known of gradients, by the name of each."""
-  cells = {
-    "MB moved": lambda f: f"{f['bytes'] / 1e6:,.0f}",
-    "peak MB": lambda f: f"{f['peak'] / 1e6:,.0f}",
-    "temporary MB": lambda f: f"{f['temporary'] / 1e6:,.0f}",
-    "kernels": lambda f: f"{f['kernels']:,}",
-    "products": lambda f: scheduled_hlo.format_matmuls(f["products"]),
-  }
-  rows = [
-    [name, *(cell(f) for cell in cells.values())]
-    for name, f in figures.items()
-    if "error" not in f
-  ]
-  return {title: markdown([["gradient", *cells], *rows])}
+  rows = [{"name": name} | found for name, found in figures.items()]
+  return {title: tabulate(GRADIENT_COLUMNS, rows)}
 
 
 def _tabulate_collectives(figures: Figures) -> dict[str, str]:

@@ -4,34 +4,30 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
-from shared.tables import markdown
+from shared.tables import markdown, tabulate
 
-# Heading and cell of each column. CPU time is that of all threads.
+# CPU time is that of all threads.
 COLUMNS = {
-  "time": lambda f: _spread(f.get("time")),
-  "CPU time": lambda f: _spread(f.get("cpu_time")),
-  "skip / step": lambda f: _spread(f.get("skipped_time")),
-  "same, CPU": lambda f: _spread(f.get("skipped_cpu_time")),
-  "bytes": lambda f: f"{f['bytes']:.2f} ({f['bytes_ratio']:.2f}x)",
-  "flops": lambda f: f"{f['flops']:.1f}",
-  "temporary": lambda f: f"{f['temporary_bytes']:.2f}",
-  "aliased": lambda f: f"{f['aliased_bytes']:.2f}",
-  "equations": lambda f: str(f["equations"]),
-  "instructions": lambda f: str(f["instructions"]),
-  "trace": lambda f: f"{f['trace_seconds']:.2f} s",
-  "compile": lambda f: f"{f['compile_seconds']:.2f} s",
-  "both": lambda f: f"{f['trace_and_compile_ratio']:.2f}x",
+  "variant": "{name}",
+  "time": lambda f: _spread(f["time"]),
+  "CPU time": lambda f: _spread(f["cpu_time"]),
+  "skip / step": lambda f: _spread(f["skipped_time"]),
+  "same, CPU": lambda f: _spread(f["skipped_cpu_time"]),
+  "bytes": "{bytes:.2f} ({bytes_ratio:.2f}x)",
+  "flops": "{flops:.1f}",
+  "temporary": "{temporary_bytes:.2f}",
+  "aliased": "{aliased_bytes:.2f}",
+  "equations": "{equations}",
+  "instructions": "{instructions}",
+  "trace": "{trace_seconds:.2f} s",
+  "compile": "{compile_seconds:.2f} s",
+  "both": "{trace_and_compile_ratio:.2f}x",
 }
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-  """One workload as a Markdown table."""
-  rows = [["variant", *COLUMNS]]
-  rows += [
-    [name, *(cell(figures) for cell in COLUMNS.values())]
-    for name, figures in results.items()
-  ]
-  return markdown(rows)
+  """Return one workload as a Markdown table."""
+  return tabulate(COLUMNS, [{"name": n} | f for n, f in results.items()])
 
 
 # The first table of the page: workload, and its name there.
@@ -113,7 +109,5 @@ def plot(results: dict[str, dict[str, Any]], time: str, path: str) -> None:
 
 
 def _spread(quartiles):
-  if quartiles is None:
-    return ""
   low, middle, high = quartiles
   return f"{middle:.2f} [{low:.2f}, {high:.2f}]"

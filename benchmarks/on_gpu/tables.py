@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from shared.tables import markdown
+from shared.tables import format_cell, tabulate
 
 SLOWER_THAN_ITS_BYTES = 1.3
 Row = dict[str, Any]
@@ -47,13 +47,9 @@ COLUMNS = {
 
 def render(kind: str, rows: list[Row]) -> str:
   """Return a table of rows of one kind, a key of ``COLUMNS``."""
-  columns = COLUMNS[kind]
   first = next((row for row in rows if "milliseconds" in row), None)
-  cells = [
-    [_format(cell, _derive(row, first)) for cell in columns.values()]
-    for row in rows
-  ]
-  return markdown([list(columns), *cells], right_from=1)
+  values = [_derive(row, first) for row in rows]
+  return tabulate(COLUMNS[kind], values, right_from=1)
 
 
 def name(row: Row) -> str:
@@ -67,16 +63,10 @@ def name(row: Row) -> str:
 def summarize(row: Row) -> str:
   """Return the result of a row in a few words, or "" if there is none yet."""
   values = _derive(row)
-  time = _format("{median:.3f} ms", values)
-  loss = _format(", loss {loss:.4f}", values)
-  return row.get("error") or _format("{seconds:.1f} s", values) or time + loss
-
-
-def _format(cell: str, values: Row) -> str:
-  try:
-    return cell.format_map(values)
-  except KeyError:
-    return ""
+  if "error" in row:
+    return row["error"]
+  cells = "{seconds:.1f} s", "{median:.3f} ms", ", loss {loss:.4f}"
+  return "".join(format_cell(cell, values) for cell in cells)
 
 
 def _derive(row: Row, first: Row | None = None) -> Row:
