@@ -18,12 +18,7 @@ import sys
 import tempfile
 
 # The names under which systems install it.
-_NAMES = (
-  "chromium",
-  "chromium-browser",
-  "google-chrome",
-  "google-chrome-stable",
-)
+_NAMES = "chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 _WIDTHS = (1300, 1000, 800)
 _PHONE = 390
 _OPTIONS = (

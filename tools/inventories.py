@@ -16,11 +16,7 @@ import re
 ROOT = pathlib.Path(__file__).parents[1]
 INVENTORIES = ROOT / "docs" / "inventories"
 # As pages write them, and as they are.
-SHORT = {
-  "jnp": "jax.numpy",
-  "lax": "jax.lax",
-  "nnx": "flax.nnx",
-}
+SHORT = {"jnp": "jax.numpy", "lax": "jax.lax", "nnx": "flax.nnx"}
 # In signatures, which no page spells.
 IN_SIGNATURES = {
   "jax.Array",
@@ -76,14 +72,10 @@ def mentioned():
   modules = (ROOT / "optax_lossscale").rglob("*.py")
   names = set()
   for path in [*pages, *modules]:
-    names |= set(re.findall(r"`~?([a-z]\w*(?:\.\w+)+)[`(]", path.read_text()))
-  return {full_name(name) for name in names}
-
-
-def full_name(name):
-  """The name as its package has it."""
-  first, dot, rest = name.partition(".")
-  return f"{SHORT.get(first, first)}{dot}{rest}"
+    for name in re.findall(r"`~?([a-z]\w*(?:\.\w+)+)[`(]", path.read_text()):
+      first, dot, rest = name.partition(".")
+      names.add(f"{SHORT.get(first, first)}{dot}{rest}")
+  return names
 
 
 def address(name):

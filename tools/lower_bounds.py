@@ -11,28 +11,15 @@ import pathlib
 import re
 import tomllib
 
-HELD_BACK = (
-  "chex",
-  "equinox",
-  "flax",
-  "jax",
-  "optax",
-  "orbax-checkpoint",
-)
+HELD_BACK = ("chex", "equinox", "flax", "jax", "optax", "orbax-checkpoint")
 PYPROJECT = pathlib.Path(__file__).parents[1] / "pyproject.toml"
 
 
 def lower_bounds(project):
-  """Name to oldest version, for the packages that are held back.
+  """Return the oldest versions of the packages that are held back.
 
   Args:
-    project: the `project` table of a pyproject.toml.
-
-  Returns:
-    A dict; jaxlib, which is a requirement of jax, goes with jax.
-
-  Raises:
-    ValueError: if one is without a bound, or has two.
+    project: the `project` table of a pyproject.toml, with one bound for each.
   """
   extras = project["optional-dependencies"].values()
   requirements = sum(extras, start=list(project["dependencies"]))
@@ -48,7 +35,7 @@ def lower_bounds(project):
         f" '{name}>=1.0', got {sorted(found)}."
       )
     bounds[name] = matches[0][1]
-  bounds["jaxlib"] = bounds["jax"]
+  bounds["jaxlib"] = bounds["jax"]  # which requires it
   return bounds
 
 

@@ -105,19 +105,15 @@ def print_figures(name: str, count: int, caught: list[bool]) -> None:
 def parse_args() -> argparse.Namespace:
   """Return the command line; `name` is None or has tests."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument(
-    "name",
-    nargs="?",
-    help="a module or folder: _select, _jaxprs._custom_derivatives, _jaxprs",
+  add = parser.add_argument
+  name_help = (
+    "a module or folder: _select, _jaxprs._custom_derivatives, _jaxprs"
   )
-  parser.add_argument(
-    "--check",
-    action="store_true",
-    help="try one mutant of each module with the tests in tests/README.md",
-  )
-  parser.add_argument(
-    "--sample", type=int, help="the number of mutants, drawn at random"
-  )
+  check_help = "try one mutant of each module with the tests in tests/README.md"
+  sample_help = "the number of mutants, drawn at random"
+  add("name", nargs="?", help=name_help)
+  add("--check", action="store_true", help=check_help)
+  add("--sample", type=int, help=sample_help)
   args = parser.parse_args()
   if not (args.name or args.check):
     parser.error("name a module or folder, or use --check for all modules")

@@ -30,12 +30,7 @@ ATTENTIONS = {
 def attention(device: str) -> dict[str, dict]:
   """Return the costs of a layer's gradient with ``autocast``, by attention.
 
-  Args:
-    device: a name in ``gpus.GPUS``. cuDNN's kernels need an Ampere or later,
-      which the compiler does not check.
-
-  Returns:
-    The figures, as ``compiled_bytes.Figures`` has them, or the error.
+  cuDNN's kernels need an Ampere or later, which the compiler does not check.
   """
   results = {}
   shape = jax.ShapeDtypeStruct

@@ -24,11 +24,6 @@ def least_seconds(
   computing its matmuls at peak FLOPs. The measured time is longer: kernels
   wait, none reaches a limit, and some are bound by memory, others by FLOPs.
 
-  Args:
-    gpu: the data sheet.
-    bytes_moved: the bytes that the kernels read and write.
-    flops: the FLOPs of the matmuls, by dtype.
-
   Returns:
     Both bounds in seconds, ``"memory"`` and ``"products"``, the matmuls. The
     larger one is the bound of the step.
@@ -46,10 +41,6 @@ def largest_batch(
   The first guess is extrapolated from two small batches, but the result never
   is: from some size on, XLA rematerializes values to save memory, so larger
   batches fit than the small ones suggest.
-
-  Args:
-    memory_needed: compiles a batch, and returns the bytes that it needs.
-    available: bytes.
 
   Returns:
     A batch that fits, while the next multiple does not; 0 if none fits.

@@ -1,4 +1,4 @@
-"""Bytes, kernels and collectives of steps, by the compilers of TPU and GPU."""
+"""Bytes and kernels of steps, by the compilers of TPU and GPU."""
 
 import argparse
 from collections import Counter
@@ -21,9 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import scheduled_hlo
-import sharded_costs
 from shared.models import RECOMPUTE
-from shared.tables import markdown, tabulate
+from shared.tables import tabulate
 from shared.variants import VARIANTS
 from shared.workloads import make_workloads, Workload
 import tqdm
@@ -77,8 +76,7 @@ def _write(output: pathlib.Path, part: str, device: str, figures: Figures):
   results.setdefault("environments", {})[f"{part}, {device}"] = {
     name: installed[name] for name in PACKAGES if name in installed
   }
-  own = figures if part == "collectives" else {device: figures}
-  results.setdefault(part, {}).update(own)
+  results.setdefault(part, {})[device] = figures
   path.write_text(json.dumps(results, indent=1) + "\n")
 
 
@@ -220,24 +218,6 @@ def _count_flops_by_dtype(step: Callable[..., Any], *args: Any) -> Figures:
   return dict(counts)
 
 
-def _measure_collectives(chips: str) -> dict[str, list[str]]:
-  """Return the added collectives, by a sentence that describes the step."""
-  count = int(chips.split()[0])
-  cases = [(8, {}), (300, {}), (8, {"max_norm": 1.0})]
-  steps = [
-    (layout, *case) for layout in sharded_costs.LAYOUTS for case in cases
-  ]
-  results = {}
-  for layout, leaves, options in tqdm.tqdm(steps, desc=chips):
-    gain = sharded_costs.gained(layout, count, leaves, **options)
-    name = ", ".join([layout, chips, f"{leaves} leaves", *options])
-    results[name] = [
-      f"{abs(n)} {'fewer ' if n < 0 else ''}{operation} of {types}"
-      for (operation, types), n in gain.items()
-    ]
-  return results
-
-
 def _tabulate_steps(figures: Figures) -> dict[str, str]:
   rows = [{"step": name} | found for name, found in figures.items()]
   variants = next(iter(figures.values()))
@@ -270,12 +250,6 @@ def _tabulate_gradients(figures: Figures, title: str) -> dict[str, str]:
   return {title: tabulate(GRADIENT_COLUMNS, rows)}
 
 
-def _tabulate_collectives(figures: Figures) -> dict[str, str]:
-  rows = [[name, "; ".join(gain) or "none"] for name, gain in figures.items()]
-  table = markdown([["step", "gained"], *rows])
-  return {"collectives that bare Optax has not": table}
-
-
 ON_TPU = ("v5e", "v5p", "v6e")
 # What measures a part on a device, and what makes tables of its figures.
 PARTS = {
@@ -289,19 +263,14 @@ PARTS = {
     attention_costs.attention,
     functools.partial(_tabulate_gradients, title="attention"),
   ),
-  "collectives": (_measure_collectives, _tabulate_collectives),
 }
 DEVICES = {
   "steps": ("v5e", "v6e", "t4", "v100", "h100"),
   "training": ("t4", "v100"),
   "autocast": ("v5e", "t4", "v100", "h100"),
   "attention": ("h100",),
-  "collectives": ("8 chips", "16 chips"),
 }
-ON_REQUEST = {
-  "steps": ("v5p",),
-  "collectives": ("256 chips", "2048 chips"),
-}
+ON_REQUEST = {"steps": ("v5p",)}
 
 if __name__ == "__main__":
   main()

@@ -1,4 +1,7 @@
-"""Reads the kernels of a compiled program and their bytes from its HLO text."""
+"""Reads the kernels of a compiled program and their bytes from its HLO text.
+
+The text is the result of ``as_text`` of a compiled function.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -62,12 +65,6 @@ def parse(text: str) -> Moved:
   A kernel reads its operands and writes its results. Arrays in the fast memory
   of a TPU do not count. The body of a loop counts once per iteration if the
   compiler knows the trip count.
-
-  Args:
-    text: the result of ``as_text`` of a compiled function.
-
-  Returns:
-    Bytes and kernels.
   """
   computations, entry = _parse_computations(text)
   return _moved(computations, entry)
@@ -106,9 +103,6 @@ def collectives(text: str) -> list[tuple[str, str]]:
 
 def count_matmuls(text: str) -> dict[str, dict[str, int]]:
   """Count the matmuls and convolutions of a program for NVIDIA's GPUs.
-
-  Args:
-    text: the result of ``as_text`` of a compiled function.
 
   Returns:
     The number of matmuls, by implementation and by the dtype of the first

@@ -33,13 +33,7 @@ def gained(layout: str, chips: int, n_leaves: int, **options: Any) -> Counter:
   The loss has a float16 matmul of the batch with each leaf, so that the
   gradients of replicated parameters are summed over the devices. With many
   leaves, it multiplies them by a scalar of the batch instead, since matmuls
-  compile slowly.
-
-  Args:
-    layout: a name in ``LAYOUTS``.
-    chips: a number in ``CHIPS``.
-    n_leaves: how many matrices are trained.
-    **options: for ``with_loss_scaling``.
+  compile slowly. Options are for ``with_loss_scaling``.
 
   Returns:
     The number of added collectives, by operation and types of the operands. It

@@ -106,11 +106,6 @@ def make_training_step(
 ) -> tuple[Callable[..., Any], Any, Any]:
   """A whole step of AdamW, with a loss scale where it computes in float16.
 
-  Args:
-    name: a name in ``MODELS``.
-    variant: a name in ``VARIANTS``.
-    batch: how many images.
-
   Returns:
     The step; and the shapes of its carry and of a batch. The step returns the
     new carry and the loss.

@@ -16,11 +16,7 @@ def measure(
 ) -> dict[str, dict[str, Any]]:
   """Return all figures of the named variants of one workload.
 
-  Args:
-    workload: the workload.
-    names: names of variants; the ones they are measured against are among them.
-    rounds: how often each takes a step and a step that it has to skip.
-    bar: is advanced once for each variant compiled and each round.
+  The variants that they are measured against are among the names.
 
   Returns:
     By variant, by figure: the number, or [first quartile, median, third

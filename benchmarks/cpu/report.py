@@ -73,13 +73,7 @@ def folded(name: str, variants: dict[str, Any]) -> str:
 
 
 def plot(results: dict[str, dict[str, Any]], time: str, path: str) -> None:
-  """Time and bytes of all workloads against the baselines, as a PNG file.
-
-  Args:
-    results: by workload, by variant, by figure.
-    time: which time to show: "time" by the clock, or "cpu_time".
-    path: where to write.
-  """
+  """Draw "time" or "cpu_time" and bytes of all workloads into a PNG file."""
   names = list(dict.fromkeys(n for r in results.values() for n in r))
   names = [n for n in names if not n.lower().endswith("bare")]
   figure, axes = plt.subplots(

@@ -65,14 +65,8 @@ def _describe_torch():
 def measure_copy(copy: clock.Program, by: str, findings: Findings) -> float:
   """Return the bytes per second, read and written, and report them in a line.
 
-  Args:
-    copy: adds one to each of many numbers. Its row has the "bytes" that a step
-      reads and writes.
-    by: the name of the library.
-    findings: where to report it.
-
-  Returns:
-    The bandwidth, or NaN if the copy failed.
+  The copy adds one to each of many numbers, and its row has the "bytes" that a
+  step reads and writes. The bandwidth is NaN if the copy failed.
   """
   until = time.time() + COPY_SECONDS
   clock.measure([copy], rounds=20, steps=10, until=until)

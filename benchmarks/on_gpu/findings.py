@@ -35,12 +35,7 @@ class Findings:
   """
 
   def __init__(self, out: pathlib.Path, row_seconds: float = 120.0):
-    """Read the files, if there are any.
-
-    Args:
-      out: their folder.
-      row_seconds: how long a row may take.
-    """
+    """Read the files, if there are any."""
     self.row_seconds = row_seconds
     self._out = out
     self._screen: TextIO | None = None
@@ -126,8 +121,7 @@ class Table:
       begin_until: the time at which a row should be measured.
 
     Returns:
-      What `measure` returned, without the rows that failed, and without those
-      of an earlier process.
+      What `measure` returned for the rows that did not fail.
     """
     results, took = [], {}
     for row in list(rows)[self._num_finished :]:

@@ -64,15 +64,7 @@ CASES = {
 
 
 def run(what: str, size, until: float, findings: Findings, without=()) -> None:
-  """Measure cases one after the other, and report a table of each.
-
-  Args:
-    what: a name in ``CASES``.
-    size: the sizes.
-    until: the time at which the last case should have ended.
-    findings: where to report them.
-    without: the libraries to leave out.
-  """
+  """Measure the cases of a name in ``CASES``, and report a table of each."""
   copy = devices.measure_copy(make_copy(size), "JAX", findings)
   cases = CASES[what]
   for name, case, case_until in devices.share_time(cases, until):

@@ -48,9 +48,7 @@ def _measure(name, size):
 def make_step(size, *, overflows: bool):
   """A step of a GPT of the transformer's size, and its arguments.
 
-  Args:
-    size: the sizes. The batch has two sequences.
-    overflows: whether the forward pass overflows in the middle block.
+  The forward pass may overflow in the middle block.
   """
   layer = size.depth // 2 if overflows else None
   size = dataclasses.replace(size, sequences=large_steps.GPT.sequences)

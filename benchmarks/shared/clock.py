@@ -46,17 +46,8 @@ def measure(
   """Add to each row the time of a step, and of a skipped one.
 
   In each round each program takes some steps in a row, as in training, and the
-  clock is read when the last has ended. The first round is not counted.
-
-  Args:
-    programs: the programs to time; a program is left out after it fails.
-    rounds: how many are counted, at most.
-    steps: how many are taken in a row.
-    until: the time at which the last round should have ended.
-    after_round: is called with the number of rounds that were counted.
-
-  Returns:
-    The times of all rounds.
+  clock is read when the last has ended. The first round is not counted. A
+  program that fails is left out. No round begins that would end after `until`.
   """
   runs = [
     (i, skip)
@@ -88,8 +79,7 @@ def measure(
 def take_first_steps(program: Program, steps: int) -> float:
   """Take steps, and note a time, in case that there will be no rounds.
 
-  Returns:
-    The seconds of the first step, which the noted time leaves out.
+  The first step is not timed with the others: its seconds are returned.
   """
   first_seconds, _ = _time_steps(program, False, 1)
   mean = 1e3 * _time_steps(program, False, steps - 1)[0]

@@ -28,11 +28,8 @@ def compile_step(
 ) -> CompiledStep:
   """Trace and compile a step that donates its first argument.
 
-  Args:
-    step: the step.
-    *args: its arguments, or their shapes.
-    clock: returns seconds. CPU time does not grow with other work on the
-      machine, but includes all threads of the compiler.
+  CPU time does not grow with other work on the machine, but includes all
+  threads of the compiler.
   """
   times = [clock()]
   traced = jax.jit(step, donate_argnums=0).trace(*args)
@@ -47,13 +44,8 @@ def compile_step(
 class JaxProgram(Program):
   """A step ``step(carry, data) -> (carry, loss)``, compiled.
 
-  Its carry is donated.
-
-  Attributes:
-    row: the facts about the program, by name.
-    skips: whether it has data of which each step must be skipped.
-    carry: the carry after the last step.
-    stages: the compiled step.
+  Its carry, which is donated, is that after the last step. Each step with the
+  bad data must be skipped.
   """
 
   def __init__(
