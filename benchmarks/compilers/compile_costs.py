@@ -22,6 +22,7 @@ import numpy as np
 import optax
 import scheduled_hlo
 from shared.models import RECOMPUTE
+from shared.steps import make_step
 from shared.tables import tabulate
 from shared.variants import VARIANTS
 from shared.workloads import make_workloads, Workload
@@ -145,14 +146,8 @@ def measure_update(
   device: str, tx: optax.GradientTransformation, params: Any, grads: Any
 ) -> Figures:
   """Return the figures of an update of params, which are shapes."""
-
-  def step(carry, grads):
-    params, state = carry
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
   carry = params, jax.eval_shape(tx.init, params)
-  return measure_per_parameter(device, step, carry, grads, params)
+  return measure_per_parameter(device, make_step(tx), carry, grads, params)
 
 
 def measure_per_parameter(

@@ -1,6 +1,7 @@
 """Counts the collectives of a step that bare Optax does not have."""
 
 from collections import Counter
+import functools
 from typing import Any
 
 import compiled_bytes
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import scheduled_hlo
+from shared.steps import make_step
 
 import optax_lossscale as ols
 
@@ -63,11 +65,8 @@ def _collectives(layout, chips, n_leaves, tx, value_and_grad):
   carry = params, jax.eval_shape(tx.init, params)
   batch = jax.ShapeDtypeStruct((8 * chips, SHAPE[0]), jnp.float32)
 
-  def step(carry, batch):
-    params, state = carry
-    _, grads = value_and_grad(_loss_fn, state)(params, batch)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
+  train = make_step(tx, functools.partial(value_and_grad, _loss_fn))
+  step = lambda carry, batch: train(carry, batch)[0]
 
   carry_specs = jax.tree.map(lambda x: spec if x.ndim == 2 else P(), carry)
   if layout == "shard_map":

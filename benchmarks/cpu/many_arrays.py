@@ -25,6 +25,7 @@ import tqdm
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from shared.clock import quartiles
 from shared.jax_program import compile_step
+from shared.steps import make_step
 from shared.tables import markdown
 
 import optax_lossscale as ols
@@ -48,15 +49,11 @@ def measure(name: str, n_arrays: int) -> dict[str, float]:
   leaf = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32)
   params = {f"w{i:04}": leaf for i in range(n_arrays)}
   state = jax.eval_shape(tx.init, params)
-
-  def step(carry, grads):
-    params, state = carry
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
   gc.collect()
   # CPU time, since it does not grow when others use the machine.
-  stages = compile_step(step, (params, state), params, clock=time.process_time)
+  stages = compile_step(
+    make_step(tx), (params, state), params, clock=time.process_time
+  )
   return {"trace": stages.trace_seconds, "compile": stages.compile_seconds}
 
 

@@ -12,7 +12,7 @@ import tqdm
 
 
 def measure(
-  workload: Any, names: list[str], rounds: int, bar: tqdm.tqdm
+  workload: Any, names: list[str], rounds: int
 ) -> dict[str, dict[str, Any]]:
   """Return all figures of the named variants of one workload.
 
@@ -22,15 +22,8 @@ def measure(
     By variant, by figure: the number, or [first quartile, median, third
     quartile] of a ratio taken within each round.
   """
-  programs = []
-  for name in names:
-    bar.set_postfix_str(f"compiles {name}")
-    programs.append(_make_program(name, workload))
-    bar.update()
-  bar.set_postfix_str("rounds")
-  samples = clock.measure(
-    programs, rounds=rounds, steps=1, after_round=lambda _: bar.update()
-  )
+  programs = [_make_program(name, workload) for name in tqdm.tqdm(names)]
+  samples = clock.measure(programs, rounds=rounds, steps=1)
   n_params = sum(leaf.size for leaf in jax.tree.leaves(workload.params))
   results: dict[str, dict[str, Any]] = {}
   for i, (name, program) in enumerate(zip(names, programs, strict=True)):

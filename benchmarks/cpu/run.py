@@ -10,7 +10,6 @@ import shlex
 import sys
 
 import jax
-import tqdm
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from measure import measure
@@ -26,14 +25,11 @@ def main() -> None:
   """Run the measurements of the command line, and print and write them."""
   args = _parse_args()
   workloads = make_workloads(args.size)
-  selected = args.workloads or list(workloads)
   results = {}
-  total = len(selected) * (len(args.variants) + args.rounds + 1)
-  with tqdm.tqdm(total=total) as bar:
-    for name in selected:
-      bar.set_description(name)
-      variants = _drop_slow_compiles(args.variants, name)
-      results[name] = measure(workloads[name](), variants, args.rounds, bar)
+  for name in args.workloads or workloads:
+    print(name, flush=True)
+    variants = _drop_slow_compiles(args.variants, name)
+    results[name] = measure(workloads[name](), variants, args.rounds)
   _write(args.output, _describe_environment(), results)
 
 

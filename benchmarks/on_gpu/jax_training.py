@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from shared import clock, models, weights
+from shared import clock, models, steps, weights
 from shared.jax_program import JaxProgram
 
 from on_gpu.findings import Findings, Table
@@ -115,14 +115,11 @@ def make_step(loss_fn, precision: Precision, params):
   if precision.scaled:
     tx = ols.with_loss_scaling(tx)
 
-  def step(carry, batch):
-    params, state = carry
-    with jax.default_matmul_precision(precision.matmul_precision):
-      if precision.scaled:
-        loss, grads = ols.value_and_grad(loss_fn, state)(params, batch)
-      else:
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-    updates, state = tx.update(grads, state, params)
-    return (optax.apply_updates(params, updates), state), loss
+  def get_grad_fn(state):
+    if precision.scaled:
+      grad_fn = ols.value_and_grad(loss_fn, state)
+    else:
+      grad_fn = jax.value_and_grad(loss_fn)
+    return jax.default_matmul_precision(precision.matmul_precision)(grad_fn)
 
-  return step, (params, jax.jit(tx.init)(params))
+  return steps.make_step(tx, get_grad_fn), (params, jax.jit(tx.init)(params))

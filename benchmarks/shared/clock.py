@@ -41,7 +41,6 @@ def measure(
   rounds: int,
   steps: int,
   until: float = math.inf,
-  after_round: Callable[[int], Any] = lambda done: None,
 ) -> Samples:
   """Add to each row the time of a step, and of a skipped one.
 
@@ -69,7 +68,6 @@ def measure(
       seconds = quartiles([wall for wall, _ in times])
       programs[i].row[key] = [1e3 * s for s in seconds]
       programs[i].row["rounds"] = len(times)
-    after_round(done)
     now = time.time()
     if now + (now - started) > until:
       break

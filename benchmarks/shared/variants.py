@@ -23,6 +23,7 @@ import optax
 
 import optax_lossscale as ols
 from optax_lossscale import _select
+from shared.steps import make_step
 from shared.workloads import LEARNING_RATE, MAX_NORM, Workload
 
 INIT_SCALE = 2.0**15
@@ -36,17 +37,10 @@ def bare(workload: Workload) -> Built:
 
 
 def ours(workload: Workload) -> Built:
-  tx = _wrapped(workload)
-
-  def step(carry, data):
-    params, state = carry
-    loss, grads = None, data
-    if workload.loss_fn is not None:
-      loss_and_grads = ols.value_and_grad(workload.loss_fn, state)
-      loss, grads = loss_and_grads(params, data)
-    updates, state = tx.update(grads, state, params)
-    return (optax.apply_updates(params, updates), state), loss
-
+  tx, get_grad_fn = _wrapped(workload), None
+  if workload.loss_fn is not None:
+    get_grad_fn = functools.partial(ols.value_and_grad, workload.loss_fn)
+  step = make_step(tx, get_grad_fn)
   return step, (workload.params, tx.init(workload.params))
 
 
@@ -189,14 +183,15 @@ def _wrapped(workload, **options):
 def _make_optax_step(
   workload, tx, scale=lambda loss, state: loss, unscale=lambda grads: grads
 ):
-  def step(carry, data):
-    params, state = carry
-    loss, grads = _compute_scaled_grads(
-      workload, functools.partial(scale, state=state), params, data
-    )
-    updates, state = tx.update(unscale(grads), state, params)
-    return (optax.apply_updates(params, updates), state), loss
+  def get_grad_fn(state):
+    def grad_fn(params, data):
+      scale_loss = functools.partial(scale, state=state)
+      loss, grads = _compute_scaled_grads(workload, scale_loss, params, data)
+      return loss, unscale(grads)
 
+    return grad_fn
+
+  step = make_step(tx, get_grad_fn)
   return step, (workload.params, tx.init(workload.params))
 
 
