@@ -12,7 +12,7 @@ A peer is imported where it is used, so that the others run without it.
 """
 
 from collections.abc import Callable
-import functools
+from functools import partial
 import os
 from typing import Any
 from unittest import mock
@@ -39,7 +39,7 @@ def bare(workload: Workload) -> Built:
 def ours(workload: Workload) -> Built:
   tx, get_grad_fn = _wrapped(workload), None
   if workload.loss_fn is not None:
-    get_grad_fn = functools.partial(ols.value_and_grad, workload.loss_fn)
+    get_grad_fn = partial(ols.value_and_grad, workload.loss_fn)
   step = make_step(tx, get_grad_fn)
   return step, (workload.params, tx.init(workload.params))
 
@@ -85,7 +85,7 @@ def flax(workload: Workload) -> Built:
     grad_fn = state.dynamic_scale.value_and_grad(loss_fn)
     dynamic_scale, is_finite, loss, grads = grad_fn(state.params, data)
     new_state = state.apply_gradients(grads=grads)
-    select = functools.partial(jnp.where, is_finite)
+    select = partial(jnp.where, is_finite)
     new_state = new_state.replace(
       opt_state=jax.tree.map(select, new_state.opt_state, state.opt_state),
       params=jax.tree.map(select, new_state.params, state.params),
@@ -139,41 +139,6 @@ def apply_if_finite(workload: Workload) -> Built:
   )
 
 
-def keras_bare(workload: Workload) -> Built:
-  """Keras's own optimizer: the measure of the next."""
-  return _make_keras_step(workload, _make_keras_optimizer(workload))
-
-
-def keras_loss_scale_optimizer(workload: Workload) -> Built:
-  return _make_keras_step(
-    workload,
-    _keras().optimizers.LossScaleOptimizer(
-      _make_keras_optimizer(workload), initial_scale=INIT_SCALE
-    ),
-  )
-
-
-# The library that a variant needs in addition to JAX and Optax.
-NEEDS = {
-  "Flax DynamicScale": "flax",
-  "jmp": "jmp",
-  "Keras bare": "keras",
-  "Keras LossScaleOptimizer": "keras",
-}
-# By name: the variant, and the name of the one it is measured against.
-VARIANTS = {
-  "bare": (bare, "bare"),
-  "ours": (ours, "bare"),
-  "ours, scaled grads": (ours_scaled_grads, "bare"),
-  "ours, plain select": (ours_plain_select, "bare"),
-  "Flax DynamicScale": (flax, "bare"),
-  "jmp": (jmp_, "bare"),
-  "apply_if_finite": (apply_if_finite, "bare"),
-  "Keras bare": (keras_bare, "Keras bare"),
-  "Keras LossScaleOptimizer": (keras_loss_scale_optimizer, "Keras bare"),
-}
-
-
 def _wrapped(workload, **options):
   if workload.clip:
     options["max_norm"] = MAX_NORM
@@ -185,7 +150,7 @@ def _make_optax_step(
 ):
   def get_grad_fn(state):
     def grad_fn(params, data):
-      scale_loss = functools.partial(scale, state=state)
+      scale_loss = partial(scale, state=state)
       loss, grads = _compute_scaled_grads(workload, scale_loss, params, data)
       return loss, unscale(grads)
 
@@ -228,26 +193,20 @@ def _loss_with_gradients_bwd(grads, cotangent):
 _given_gradients.defvjp(_loss_with_gradients_fwd, _loss_with_gradients_bwd)
 
 
-def _keras():
+def _make_keras_step(workload, *, is_scaled):
   os.environ["KERAS_BACKEND"] = "jax"  # Read when it is imported.
   import keras
 
-  return keras
-
-
-def _make_keras_optimizer(workload):
-  optimizers = _keras().optimizers
+  optimizers = keras.optimizers
   make = optimizers.AdamW if workload.weight_decay else optimizers.Adam
-  return make(
-    LEARNING_RATE, global_clipnorm=MAX_NORM if workload.clip else None
-  )
-
-
-def _make_keras_step(workload, optimizer):
-  keras = _keras()
+  max_norm = MAX_NORM if workload.clip else None
+  optimizer = make(LEARNING_RATE, global_clipnorm=max_norm)
+  if is_scaled:
+    optimizer = optimizers.LossScaleOptimizer(
+      optimizer, initial_scale=INIT_SCALE
+    )
   leaves, treedef = jax.tree.flatten(workload.params)
-  variables = [keras.Variable(leaf) for leaf in leaves]
-  optimizer.build(variables)
+  optimizer.build([keras.Variable(leaf) for leaf in leaves])
 
   def scale(loss, values):
     # As Keras's own training step for JAX does.
@@ -259,7 +218,7 @@ def _make_keras_step(workload, optimizer):
     leaves, values = carry
     loss, grads = _compute_scaled_grads(
       workload,
-      functools.partial(scale, values=values),
+      partial(scale, values=values),
       jax.tree.unflatten(treedef, leaves),
       data,
     )
@@ -267,3 +226,27 @@ def _make_keras_step(workload, optimizer):
     return tuple(map(list, new)), loss
 
   return step, (leaves, [v.value for v in optimizer.variables])
+
+
+# The library that a variant needs in addition to JAX and Optax.
+NEEDS = {
+  "Flax DynamicScale": "flax",
+  "jmp": "jmp",
+  "Keras bare": "keras",
+  "Keras LossScaleOptimizer": "keras",
+}
+# By name: the variant, and the name of the one it is measured against.
+VARIANTS = {
+  "bare": (bare, "bare"),
+  "ours": (ours, "bare"),
+  "ours, scaled grads": (ours_scaled_grads, "bare"),
+  "ours, plain select": (ours_plain_select, "bare"),
+  "Flax DynamicScale": (flax, "bare"),
+  "jmp": (jmp_, "bare"),
+  "apply_if_finite": (apply_if_finite, "bare"),
+  "Keras bare": (partial(_make_keras_step, is_scaled=False), "Keras bare"),
+  "Keras LossScaleOptimizer": (
+    partial(_make_keras_step, is_scaled=True),
+    "Keras bare",
+  ),
+}
