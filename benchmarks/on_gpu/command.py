@@ -1,4 +1,4 @@
-"""The command line: runs the plan within the time, and writes the results."""
+"""The command line: runs the parts within the time."""
 
 import argparse
 import os
@@ -30,7 +30,7 @@ def main(description: str | None) -> None:
   for name in ("results.json", "log.txt"):
     (out / name).unlink(missing_ok=True)
   findings = Findings(out)
-  findings.add_facts(_facts(args))
+  findings.add_facts(_describe_run(args))
   try:
     missing = _report_missing(args.without, findings)
     _run_parts(args, missing, until - RESERVE, scratch, out)
@@ -64,7 +64,7 @@ def _parse_args(description):
   return parser.parse_args()
 
 
-def _facts(args):
+def _describe_run(args):
   return {
     "command": shlex.join(["python3", *sys.argv]),
     "date": time.strftime("%Y-%m-%d"),

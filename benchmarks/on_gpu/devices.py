@@ -1,10 +1,8 @@
 """The device of a library: what it is, and how fast it copies its memory."""
 
-from collections.abc import Iterator, Mapping
 import importlib.metadata
 import importlib.util
 import time
-from typing import Any
 
 from shared import clock
 
@@ -80,12 +78,3 @@ def measure_copy(copy: clock.Program, by: str, findings: Findings) -> float:
   )
   findings.add_facts({f"copy bandwidth by {by}, bytes/s": bandwidth})
   return bandwidth
-
-
-def share_time(
-  cases: Mapping[str, Any], until: float
-) -> Iterator[tuple[str, Any, float]]:
-  """Yield each case with its name, and the time at which it should end."""
-  for i, (name, case) in enumerate(cases.items()):
-    now = time.time()
-    yield name, case, now + (until - now) / (len(cases) - i)

@@ -4,7 +4,7 @@ The command and the process of a part work on the same files, one after the
 other. They are written after each row, so that a run that is cut off keeps it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import gc
 import json
 import math
@@ -162,6 +162,15 @@ class Table:
     """Print and write the table."""
     self._findings.print_table(self._title)
     self._findings.write()
+
+
+def share_time(
+  cases: Mapping[str, Any], until: float
+) -> Iterator[tuple[str, Any, float]]:
+  """Yield each case with its name, and the time at which it should end."""
+  for i, (name, case) in enumerate(cases.items()):
+    now = time.time()
+    yield name, case, now + (until - now) / (len(cases) - i)
 
 
 def spell_out(value: Any) -> Any:

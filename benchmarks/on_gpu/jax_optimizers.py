@@ -16,7 +16,7 @@ from shared.variants import NEEDS, VARIANTS
 from shared.workloads import Workload
 
 from on_gpu import devices
-from on_gpu.findings import Findings, Table
+from on_gpu.findings import Findings, share_time, Table
 
 COMPILED = pathlib.Path(__file__).parents[1] / "compilers/compile_costs.json"
 COMPARED = (
@@ -67,7 +67,7 @@ def run(what: str, size, until: float, findings: Findings, without=()) -> None:
   """Measure the cases of a name in ``CASES``, and report a table of each."""
   copy = devices.measure_copy(make_copy(size), "JAX", findings)
   cases = CASES[what]
-  for name, case, case_until in devices.share_time(cases, until):
+  for name, case, case_until in share_time(cases, until):
     table = Table(findings, "optimizer", f"{name}, JAX")
     _run_case(table, case, size, case_until, without, copy)
     # Free the state of this case for the state of the next.

@@ -4,7 +4,7 @@ from shared import clock
 import torch
 
 from on_gpu import devices
-from on_gpu.findings import Findings, Table
+from on_gpu.findings import Findings, share_time, Table
 from on_gpu.torch_device import DEVICE, TorchProgram
 
 LEARNING_RATE, WEIGHT_DECAY, MAX_NORM = 1e-3, 1e-4, 1.0
@@ -85,7 +85,7 @@ class Copy(TorchProgram):
 def run(what, size, until: float, findings: Findings, without=()) -> None:
   """Measure each case, and report a table of it."""
   copy = devices.measure_copy(Copy(size.copied), "torch", findings)
-  for name, case, case_until in devices.share_time(CASES, until):
+  for name, case, case_until in share_time(CASES, until):
     table = Table(findings, "optimizer", f"{name}, torch")
     _run_case(table, *case, size, case_until, copy)
     if DEVICE == "cuda":

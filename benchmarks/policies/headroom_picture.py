@@ -59,28 +59,18 @@ def draw(log2_amax, log2_scale, target, limit, lost):
   figure = Figure(figsize=(8, 4.8), layout="constrained")
   axes = figure.subplots()
   best = np.where(np.isinf(log2_amax), np.nan, np.log2(65504) - log2_amax)
-  axes.plot(
-    steps, best, ".", color="black", label="largest scale without overflow"
-  )
+  dots = {"color": "black", "label": "largest scale without overflow"}
+  axes.plot(steps, best, ".", **dots)
   # Before the first gradient there is no target, and 128 is no limit.
   target = np.where(np.isinf(target), np.nan, target)
   limit = np.where(limit == 128, np.nan, limit)
-  for line, style, label in (
-    (target, "C1-", "target"),
-    (log2_scale, "C0-", "loss scale"),
-    (limit, "C2--", "limit"),
-  ):
-    where = "mid" if label == "loss scale" else "post"
-    axes.step(steps, line, style, where=where, label=label)
-  axes.plot(
-    steps[lost], log2_scale[lost], "x", color="tab:red", label="lost step"
-  )
-  axes.set(
-    xlabel="step",
-    ylabel="log2",
-    ylim=(0, 85),
-    title="Gradients in every 8th step, larger by 7 binades in every 80th",
-  )
+  axes.step(steps, target, "C1-", where="post", label="target")
+  axes.step(steps, log2_scale, "C0-", where="mid", label="loss scale")
+  axes.step(steps, limit, "C2--", where="post", label="limit")
+  crosses = {"color": "tab:red", "label": "lost step"}
+  axes.plot(steps[lost], log2_scale[lost], "x", **crosses)
+  title = "Gradients in every 8th step, larger by 7 binades in every 80th"
+  axes.set(xlabel="step", ylabel="log2", ylim=(0, 85), title=title)
   axes.legend(loc="upper right", fontsize=8)
   axes.grid(alpha=0.3)
   return figure

@@ -49,11 +49,9 @@ def main() -> None:
       {policy: summarize(process, traces[policy][name]) for policy in POLICIES}
     )
   patterns = simulation.make_patterns(args.steps)
-  found = {
-    policy: measure_shares(POLICIES[policy], patterns) for policy in IN_PATTERNS
-  }
+  shares = {p: measure_shares(POLICIES[p], patterns) for p in IN_PATTERNS}
   results["patterns"] = {
-    name: {policy: shares[name] for policy, shares in found.items()}
+    name: {policy: shares[policy][name] for policy in IN_PATTERNS}
     for name in patterns
   }
   file.write_text(json.dumps(results, indent=1) + "\n")
@@ -115,15 +113,14 @@ def print_tables(by_process, patterns):
         rows.append([process, *cells])
     print_table(column.replace("_", " ").capitalize(), rows)
   rows = [["gradients", *IN_PATTERNS]]
-  for name, row in patterns.items():
-    cells = [f"{x['share_of_large']:.1%} ({x['lost']:,})" for x in row.values()]
-    rows.append([name, *cells])
+  show = "{share_of_large:.1%} ({lost:,})".format_map
+  rows += [[name, *map(show, row.values())] for name, row in patterns.items()]
   print_table("Which batches are lost", rows)
 
 
 def print_table(title, rows):
-  rows = [[cell.replace("2**", "2^") for cell in row] for row in rows]
-  print(f"\n### {title}\n\n{markdown(rows, right_from=1)}")
+  table = markdown(rows, right_from=1).replace("2**", "2^")
+  print(f"\n### {title}\n\n{table}")
 
 
 def format_cell(values, column):
