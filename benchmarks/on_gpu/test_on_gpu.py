@@ -259,7 +259,7 @@ def test_a_variant_that_fails_does_not_end_its_case(found, monkeypatch):
   case = jax_optimizers.CASES["small"]["Adam, many leaves"]
   case = dataclasses.replace(case, compared=("bare", "ours"))
   monkeypatch.setitem(jax_optimizers.CASES, "small", {"Adam": case})
-  jax_optimizers.run("small", TINY, time.time() + 60, found)
+  jax_optimizers.run("small", TINY, time.time() + 600, found)
   bare, ours = read_rows(found, "Adam, JAX")
   assert ours["error"] == FAILED
   assert bare["milliseconds"]

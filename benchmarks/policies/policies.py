@@ -119,8 +119,8 @@ def print_tables(by_process, patterns):
 
 
 def print_table(title, rows):
-  table = markdown(rows, right_from=1).replace("2**", "2^")
-  print(f"\n### {title}\n\n{table}")
+  rows = [[cell.replace("2**", "2^") for cell in row] for row in rows]
+  print(f"\n### {title}\n\n{markdown(rows, right_from=1)}")
 
 
 def format_cell(values, column):
