@@ -36,6 +36,11 @@ def is_inexact(leaf: Any) -> bool:
   return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
+def is_key(x: Any) -> bool:
+  """Return whether x is an array of PRNG keys, and not of their raw data."""
+  return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 def is_complex(dtype: Any) -> bool:
   """Return whether a dtype is complex."""
   return jnp.issubdtype(dtype, jnp.complexfloating)
@@ -196,10 +201,29 @@ def select(condition: jax.typing.ArrayLike, new: Any, old: Any) -> Any:
   def select_leaf(new: Any, old: Any) -> Any:
     if not is_array_like(old):
       return old
+    if is_key(old):
+      return _select_key(jnp.asarray(condition), new, old)
     new = cast_like(new, old)
     return _select_array(jnp.asarray(condition), new, jnp.asarray(old))
 
   return jax.tree.map(select_leaf, new, old)
+
+
+def _select_key(
+  condition: jax.Array, new: jax.Array, old: jax.Array
+) -> jax.Array:
+  """Select between two PRNG keys, of which the old one may be used.
+
+  With `jax_debug_key_reuse`, JAX raises an error for a select of a used key,
+  and for a use of what a select returns. Using the old key again is correct: it
+  is selected only if the results of its first use are discarded. Clones tell
+  JAX so, and are no-ops in a compiled program. A new key that the inner update
+  has used still raises the error.
+  """
+  if new is old:
+    return old
+  selected = lax.select(condition, new, jax.random.clone(old))
+  return jax.random.clone(selected)
 
 
 def _select_array(

@@ -113,3 +113,71 @@ def test_an_overflow_inside_a_jitted_step_raises_no_error(mode, inputs):
     new, state = step(params, state, batch)
   assert state.loss_scale_state.total_notfinite == 1
   assert has_same_bits(new, params)
+
+
+def from_key(update):
+  """Return an optimizer whose state is a PRNG key."""
+  return optax.GradientTransformation(
+    lambda params: None,  # The tests make the key.
+    lambda grads, key, params=None: update(grads, key),
+  )
+
+
+def add_noise(grads, key):
+  """Add noise, and return the next key, as `optax.add_noise` does."""
+  key, noise_key = jax.random.split(key)
+  return grads + jax.random.normal(noise_key, grads.shape), key
+
+
+def return_used_key(grads, key):
+  return grads + jax.random.normal(key, grads.shape), key
+
+
+def fold_in_key(grads, key):
+  noise_key = jax.random.fold_in(key, 1)
+  return grads + jax.random.normal(noise_key, grads.shape), key
+
+
+def take_steps(update, key, flags, jit=jax.jit, **options):
+  """Return the key after each step."""
+  tx = ols.with_loss_scaling(from_key(update), **options)
+  grads = jnp.ones(2)
+  step = jit(lambda state, finite: tx.update(grads, state, grads_finite=finite))
+  state = tx.init(grads)._replace(inner_state=key)
+  keys = []
+  for flag in flags:
+    _, state = step(state, flag)
+    keys.append(state.inner_state)
+  return keys
+
+
+@pytest.mark.parametrize("options", [{}, {"check_updates": True}])
+@pytest.mark.parametrize(
+  ("make_key", "jit"),
+  [
+    (jax.random.key, jax.jit),
+    pytest.param(jax.random.key, lambda f: f, marks=pytest.mark.slow),
+    pytest.param(jax.random.PRNGKey, jax.jit, marks=pytest.mark.slow),
+  ],
+)
+def test_a_key_that_a_skipped_step_used_may_be_used_again(
+  make_key, jit, options
+):
+  with jax.debug_key_reuse(True):
+    keys = take_steps(
+      add_noise, make_key(0), [True, False, True], jit, **options
+    )
+  first, second, third = map(jax.random.key_data, keys)
+  assert has_same_bits(first, second) and not has_same_bits(second, third)
+
+
+def test_an_update_that_returns_a_used_key_still_raises_an_error():
+  with jax.debug_key_reuse(True), pytest.raises(jax.errors.KeyReuseError):
+    take_steps(return_used_key, jax.random.key(0), [True, True])
+
+
+def test_a_key_that_no_update_uses_is_still_unused_after_a_step():
+  key = jax.random.key(0)
+  with jax.debug_key_reuse(True):
+    take_steps(fold_in_key, key, [True], check_updates=True)
+    jax.random.split(key)
