@@ -1,0 +1,212 @@
+"""The numbers by which reports judge: limits of errors, scales, iterations."""
+
+import math
+import types
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import diagnostics
+from optax_lossscale.diagnostics._comparison import (
+  _compare_precision,
+  _outliers,
+)
+from optax_lossscale.diagnostics._overflow import _description
+
+EPS = 2.0**-10
+# The first error is of all arrays together, the second of a single array.
+TOTAL, ARRAY = 0, 1
+
+
+def make_errors(index, error):
+  errors = np.zeros(2)
+  errors[index] = error
+  return errors
+
+
+@pytest.mark.parametrize(
+  "is_large, index, limit",
+  [
+    (_outliers.find_large_errors, TOTAL, 32),
+    (_outliers.find_large_errors, ARRAY, 64),
+    (_outliers.exceeds_limits, TOTAL, 16),
+    (_outliers.exceeds_limits, ARRAY, 64),
+  ],
+)
+def test_an_error_is_large_above_its_limit(is_large, index, limit):
+  at_limit, above = limit * EPS, np.nextafter(limit * EPS, 1)
+  assert not is_large(make_errors(index, at_limit), EPS).any()
+  assert np.flatnonzero(is_large(make_errors(index, above), EPS)) == [index]
+
+
+@pytest.mark.parametrize("index, limit", [(TOTAL, 16), (ARRAY, 64)])
+def test_a_layer_is_an_outlier_above_the_limit_of_its_effect(index, limit):
+  for error, outliers in (
+    (limit * EPS, ()),
+    (np.nextafter(limit * EPS, 1), ("bad",)),
+  ):
+    effects = np.stack([np.zeros(2), make_errors(index, error)])
+    assert _outliers.find_outliers(["good", "bad"], effects, EPS) == outliers
+
+
+@pytest.mark.parametrize(
+  "effects, outliers",
+  [
+    # The effects of the other layers add up in squares: 0.3 and 0.4 make 0.5.
+    ([2.0, 0.3, 0.4], ""),
+    ([2.01, 0.3, 0.4], "a"),
+    # At most half of the layers are outliers, but always one.
+    ([1.0, 1.0, 0.1, 0.1], "ab"),
+    ([1.0, 1.0, 0.1], ""),
+    ([1.0], "a"),
+    # A layer that makes the result nonfinite is an outlier in any case.
+    ([math.inf, math.inf, 0.1], "ab"),
+    # The passes of a layer count together, and the worst layer is first.
+    ([0.1, 3.0, 0.1, 5.0], "db"),
+  ],
+)
+def test_outliers_stand_out_by_a_factor_of_four(effects, outliers):
+  names = "abcd"[: len(effects)]
+  columns = np.repeat(np.reshape(effects, (-1, 1)), 2, axis=1)
+  assert _outliers.find_outliers(names, columns, EPS) == tuple(outliers)
+
+
+def find_increase(excess_by_increase):
+  """Return the suggested increase of the loss scale.
+
+  Args:
+    excess_by_increase: for some log2 increases of the loss scale, the largest
+      error in units of its limit, which is 64 eps for this array.
+  """
+  increases = sorted(excess_by_increase)
+
+  def measure(log2_increase):
+    # An increase that isn't listed has the error of the last one before it.
+    i = max(x for x in increases if x <= log2_increase)
+    return make_errors(ARRAY, 64 * EPS * excess_by_increase[i])
+
+  runs = types.SimpleNamespace(
+    half_effects=measure(0), measure_effects_at=measure
+  )
+  return _compare_precision._find_log2_increase(runs, EPS)
+
+
+@pytest.mark.parametrize(
+  "excess_by_increase, increase",
+  [
+    *(({0: 9.0, i: 0.5}, i) for i in (4, 8, 12, 16, 20, 24)),
+    # An error at its limit is as good as a smaller one.
+    ({0: 9.0, 4: 1.0, 8: 0.1}, 4),
+    # An increase that is good to within a tenth is enough.
+    ({0: 9.0, 4: 1.09, 8: 1.0}, 4),
+    ({0: 9.0, 4: 1.11, 8: 1.0}, 8),
+    # An error that does not halve is no underflow.
+    ({0: 1.99, 4: 0.5}, 0),
+    ({0: 2.0, 4: 0.5}, 4),
+    ({0: 9.0, 4: 4.6}, 0),
+    ({0: 9.0, 4: 4.5}, 4),
+    # A scale with which gradients overflow ends the search.
+    ({0: 9.0, 4: 3.0, 8: math.inf, 12: 0.5}, 4),
+    ({0: 9.0, 4: math.inf}, 0),
+  ],
+)
+def test_the_suggested_increase_of_the_scale_is_the_smallest_that_is_enough(
+  excess_by_increase, increase
+):
+  assert find_increase(excess_by_increase) == increase
+
+
+@pytest.mark.parametrize(
+  "headrooms, excess",
+  [
+    ([3.0, None], 0),
+    ([], 0),
+    ([0.0], 0),
+    ([-0.1, 5.0], 1),
+    ([-3.0], 3),
+    ([-3.1, -1.0], 4),
+    ([-math.inf], 0),
+  ],
+)
+def test_the_suggested_decrease_of_the_scale_covers_the_worst_backward_pass(
+  headrooms, excess
+):
+  rows = [
+    types.SimpleNamespace(log2_headroom=x, backward=True) for x in headrooms
+  ]
+  rows.append(types.SimpleNamespace(log2_headroom=-9.0, backward=False))
+  assert _compare_precision._compute_log2_excess(rows) == excess
+
+
+def add_row(carry, row):
+  return carry + row, carry
+
+
+@pytest.mark.parametrize(
+  "outer_reverse, inner_reverse, path",
+  [
+    (False, False, ("scan[1]", "scan[2]")),
+    (True, False, ("scan[3]", "scan[2]")),
+    (False, True, ("scan[1]", "scan[0]")),
+  ],
+)
+def test_a_reversed_scan_counts_its_iterations_from_the_end(
+  outer_reverse, inner_reverse, path
+):
+  """The path names the index of the row, which both passes share."""
+
+  def body(carry, rows):
+    return lax.scan(add_row, carry, rows, reverse=inner_reverse)
+
+  def fun(x, rows):
+    return lax.scan(body, x, rows, reverse=outer_reverse)
+
+  jaxpr = jax.make_jaxpr(fun)(jnp.float32(0), np.zeros((5, 3), np.float32))
+  ((outer, inner),) = find_scans(jaxpr)
+  key = outer, 0, inner, 0, 0
+  frame = _description._locate_jaxpr(jaxpr, key, iterations=(1, 2))
+  assert frame.location.eqn_path == path
+
+
+def find_scans(closed_jaxpr):
+  """Yield the indices of each scan with a scan inside."""
+  is_scan = lambda eqn: eqn.primitive is lax.scan_p
+  for i, eqn in enumerate(closed_jaxpr.jaxpr.eqns):
+    if is_scan(eqn):
+      for j, inner in enumerate(eqn.params["jaxpr"].eqns):
+        if is_scan(inner):
+          yield i, j
+
+
+def test_find_overflow_names_the_row_that_overflows_in_a_reversed_scan():
+  def body(carry, i):
+    return carry * jnp.where(i == 3, 6e4, 1).astype(carry.dtype), None
+
+  fun = lambda x: lax.scan(body, x, np.arange(5), reverse=True)[0]
+  hit = diagnostics.find_overflow(fun, np.float16(2), progress=False)
+  assert hit.eqn_path == "scan[3]/mul"
+
+
+X = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+
+
+def test_an_overflow_that_is_clipped_before_update_is_an_infinite_error():
+  """The clipped gradients are finite, and near those in float32."""
+  tx = ols.with_loss_scaling(optax.sgd(0.1), 2.0**20)
+  loss_fn = ols.autocast(lambda w: jnp.sum((X @ w) ** 2))
+
+  def step(w, opt_state):
+    grads = ols.grad(loss_fn, opt_state)(w)
+    return tx.update(jnp.clip(grads, -1e-3, 1e-3), opt_state, w)
+
+  w = np.eye(4, dtype=np.float32)
+  report = diagnostics.compare_precision(step, w, tx.init(w), progress=False)
+  assert report.error == math.inf and not report.is_accurate
+  largest = 2.0**20 * np.max(np.abs(X.T @ (2 * X @ w)))
+  excess = math.ceil(np.log2(largest / 65504))
+  assert report.suggested_log2_scale_change == -excess
