@@ -12,6 +12,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
+from optax_lossscale.diagnostics import _scale_search
 from optax_lossscale.diagnostics._comparison import (
   _compare_precision,
   _outliers,
@@ -141,6 +142,12 @@ def test_the_suggested_decrease_of_the_scale_covers_the_worst_backward_pass(
   ]
   rows.append(types.SimpleNamespace(log2_headroom=-9.0, backward=False))
   assert _compare_precision._compute_log2_excess(rows) == excess
+
+
+def test_the_suggested_decrease_of_the_scale_is_the_smallest_that_is_enough():
+  find = lambda n: _scale_search.find_log2_decrease(lambda x: x >= n)
+  assert list(map(find, range(1, 65))) == [*range(1, 65)]
+  assert find(65) is None
 
 
 def add_row(carry, row):
