@@ -35,6 +35,8 @@ jax.config.update("jax_default_matmul_precision", None)
 if "JAX_NUM_CPU_DEVICES" not in os.environ:
   jax.config.update("jax_num_cpu_devices", 8)
 
+pytest_plugins = ["helpers.quick_budget"]
+
 hypothesis.settings.register_profile(
   "quick", deadline=None, derandomize=True, max_examples=100
 )

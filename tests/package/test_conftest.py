@@ -5,7 +5,10 @@ import re
 import subprocess
 import sys
 
-from helpers import ROOT
+from helpers import quick_budget, ROOT
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 FLOAT16_SUM = (
@@ -76,7 +79,108 @@ def test_marked_tests_run_on_the_accelerator_and_no_others(tmp_path):
   assert "2 passed" in run("-m", "pytest", *options, str(path))
 
 
-def run(*args, **environment):
+USAGE = quick_budget.Usage(tests=1, programs=8, operations=99, seconds=3.0)
+
+
+def test_a_quick_test_above_its_budget_is_described():
+  assert quick_budget.describe_excess(USAGE, ["step"] * 8) is None
+  names = ["step", "run", *["step"] * 7]
+  message = quick_budget.describe_excess(USAGE._replace(programs=9), names)
+  assert message == (
+    "This quick test compiles 9 programs: 8 of step, 1 of run. The budget is 8"
+    " programs and 3.0 CPU seconds. Mark it with @pytest.mark.slow, or test the"
+    " function that decides on plain data: see tests/README.md."
+  )
+  message = quick_budget.describe_excess(USAGE._replace(seconds=3.1), [])
+  assert message.startswith("This quick test takes 3.1 CPU seconds. The budget")
+
+
+@pytest.mark.parametrize(
+  ("compute", "programs", "operations"),
+  [
+    (lambda x: jnp.add(x, x), 0, 1),
+    (lambda x: jnp.where(x, x, x), 0, 1),
+    (jax.jit(lambda x: x + x), 1, 0),
+    (lambda x: jax.lax.map(jnp.sin, x), 1, 0),
+  ],
+)
+def test_what_runs_outside_of_jit_counts_as_an_operation(
+  compute, programs, operations, monkeypatch
+):
+  compiled = []
+  monkeypatch.setattr(quick_budget, "_compiled", compiled)
+  compute(np.ones((3, 1, 4, 1, 5), bool))  # No other test has this shape.
+  is_operation = list(map(quick_budget.is_operation, compiled))
+  assert sorted(is_operation) == [False] * programs + [True] * operations
+
+
+BUDGET = """
+import jax, numpy, pytest
+from helpers import quick_budget
+
+def compile_programs(number):
+  for i in range(number):
+    jax.jit(lambda x: x + i)(numpy.float32(1))
+
+def test_eight():
+  compile_programs(8)
+
+def test_nine():
+  compile_programs(9)
+
+def test_busy(monkeypatch):
+  monkeypatch.setattr(quick_budget, "MAX_CPU_SECONDS", 0)
+  sum(range(10**6))
+
+@pytest.mark.slow
+def test_slow():
+  compile_programs(9)
+
+@pytest.mark.nightly
+def test_nightly():
+  compile_programs(9)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("options", "result", "status"),
+  [
+    (["--quick-budget"], "2 failed, 3 passed", 1),
+    (["--quick-budget", "-n", "1"], "2 failed, 3 passed", 1),
+    ([], "5 passed", 0),
+  ],
+)
+def test_with_the_option_a_quick_test_above_its_budget_fails(
+  options, result, status, tmp_path
+):
+  out = run_budget(tmp_path, BUDGET, *options, status=status)
+  assert result in out
+  # Two of the five are not quick.
+  assert re.search(r"^all +3 +17 +0 ", out, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("limit", "status"), [(8, 0), (7, 1)])
+def test_a_run_above_the_budget_of_all_quick_tests_fails(
+  limit, status, tmp_path
+):
+  code = BUDGET + f"\nquick_budget.MAX_PROGRAMS_OF_ALL = {limit}\n"
+  options = "--quick-budget", "-k", "eight or slow"
+  out = run_budget(tmp_path, code, *options, status=status)
+  assert "2 passed" in out
+  assert ("The budget of all quick tests is 7 programs." in out) == bool(status)
+
+
+def run_budget(folder, code, *options, status):
+  path = folder / "test_budget.py"
+  path.write_text(code)
+  plugins = "-p", "conftest", "-p", "no:cacheprovider", "-c", "pyproject.toml"
+  marks = "-m", "slow or not slow"
+  return run("-m", "pytest", *plugins, *marks, *options, path, status=status)
+
+
+def run(*args, status=0, **environment):
   """Run Python in the root of the repository, and return what it prints."""
   kept = {name: x for name, x in os.environ.items() if name[:4] != "JAX_"}
   paths = [str(ROOT), str(ROOT / "tests")]
@@ -87,5 +191,5 @@ def run(*args, **environment):
     capture_output=True,
     text=True,
   )
-  assert done.returncode == 0, done.stdout + done.stderr
+  assert done.returncode == status, done.stdout + done.stderr
   return done.stdout

@@ -1,0 +1,183 @@
+"""The budget of a quick test: programs that JAX compiles, and CPU seconds.
+
+A test is quick unless it is marked as `slow` or `nightly`. The sums of each
+folder are printed after the tests. With `--quick-budget`, a quick test above
+its budget fails, and so does a run above the budget of all quick tests.
+
+JAX reports each program that it compiles or loads from the persistent cache, so
+the numbers of programs don't depend on the cache. Single operations outside of
+`jit` have their own column and no budget: a process compiles one for the first
+test that needs it, whichever this is.
+"""
+
+import collections
+import os
+from typing import NamedTuple
+
+import jax
+from jax import lax
+from jax.extend.core import primitives
+import jax.monitoring
+import jax.numpy as jnp
+import pytest
+
+MAX_PROGRAMS = 8
+# Most quick tests take less than 0.5. The limit leaves room for a slow machine,
+# a cold cache, and the measurement of the coverage.
+MAX_CPU_SECONDS = 3.0
+MAX_PROGRAMS_OF_ALL = 1_400
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+# These compile what they call.
+CONTROL_FLOW = {"cond", "scan", "while"}
+OPERATIONS = {
+  *dir(jnp),
+  *dir(jax.random),
+  *(x.removesuffix("_p") for x in dir(lax)),
+  *(getattr(x, "name", "") for x in vars(primitives).values()),
+} - CONTROL_FLOW
+
+START = pytest.StashKey[tuple[int, float]]()
+PROPERTY = "quick_usage"
+
+
+class Usage(NamedTuple):
+  """What one or more tests used.
+
+  Attributes:
+    tests: the number of tests.
+    programs: the number of programs, without single operations.
+    operations: the number of single operations that were compiled.
+    seconds: CPU seconds of all threads and of processes that have ended.
+  """
+
+  tests: int = 0
+  programs: int = 0
+  operations: int = 0
+  seconds: float = 0.0
+
+
+_compiled: list[str] = []  # The names of all programs of this process.
+_usage_by_folder: dict[str, Usage] = collections.defaultdict(Usage)
+
+
+def _record_program(event, duration, fun_name="", **kwargs):
+  del duration, kwargs
+  if event == COMPILE_EVENT:
+    _compiled.append(fun_name.removeprefix("jit(").removesuffix(")"))
+
+
+jax.monitoring.register_event_duration_secs_listener(_record_program)
+
+
+def is_operation(name):
+  """Return whether a program is a single operation, by its name."""
+  return name.strip("_") in OPERATIONS
+
+
+def pytest_addoption(parser):
+  parser.addoption(
+    "--quick-budget",
+    action="store_true",
+    help="fail a quick test that compiles many programs or takes long",
+  )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+  jax.devices()  # Not the first test pays for the start of JAX.
+  item.stash[START] = len(_compiled), _get_cpu_seconds()
+  return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+  report = yield
+  is_quick = not any(map(item.get_closest_marker, ("slow", "nightly")))
+  if call.when != "call" or not is_quick:
+    return report
+  num_compiled, seconds = item.stash[START]
+  names = _compiled[num_compiled:]
+  programs = [name for name in names if not is_operation(name)]
+  usage = Usage(
+    tests=1,
+    programs=len(programs),
+    operations=len(names) - len(programs),
+    seconds=_get_cpu_seconds() - seconds,
+  )
+  report.user_properties.append((PROPERTY, list(usage)))
+  message = describe_excess(usage, programs)
+  # An example in a docstring is written for its readers.
+  is_judged = report.passed and not isinstance(item, pytest.DoctestItem)
+  if item.config.getoption("quick_budget") and is_judged and message:
+    report.outcome, report.longrepr = "failed", message
+  return report
+
+
+def describe_excess(usage, programs):
+  """Return a message if the usage of a test is above its budget, else None."""
+  if usage.programs > MAX_PROGRAMS:
+    counts = collections.Counter(programs).items()
+    names = ", ".join(f"{count} of {name}" for name, count in counts)
+    excess = f"compiles {usage.programs} programs: {names}."
+  elif usage.seconds > MAX_CPU_SECONDS:
+    excess = f"takes {usage.seconds:.1f} CPU seconds."
+  else:
+    return None
+  return (
+    f"This quick test {excess} The budget is {MAX_PROGRAMS} programs and"
+    f" {MAX_CPU_SECONDS} CPU seconds. Mark it with @pytest.mark.slow, or test"
+    " the function that decides on plain data: see tests/README.md."
+  )
+
+
+def pytest_runtest_logreport(report):
+  """Add the usage of a test, which may have run in another process."""
+  usage = dict(report.user_properties).get(PROPERTY)
+  if report.when != "call" or usage is None:
+    return
+  *folders, _ = report.nodeid.split("::")[0].split("/")
+  folder = "/".join(folders[:2])
+  _usage_by_folder[folder] = _add(_usage_by_folder[folder], usage)
+
+
+def pytest_sessionfinish(session):
+  is_over = _sum_usage().programs > MAX_PROGRAMS_OF_ALL
+  is_passed = session.exitstatus == pytest.ExitCode.OK
+  if session.config.getoption("quick_budget") and is_over and is_passed:
+    session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter):
+  if not _usage_by_folder or terminalreporter.verbosity < 0:
+    return
+  terminalreporter.section("quick tests")
+  rows = [*sorted(_usage_by_folder.items()), ("all", _sum_usage())]
+  terminalreporter.line(
+    f"{'':24}{'tests':>7}{'programs':>10}{'operations':>12}{'CPU s':>8}"
+  )
+  for name, usage in rows:
+    terminalreporter.line(
+      f"{name:24}{usage.tests:7}{usage.programs:10}{usage.operations:12}"
+      f"{usage.seconds:8.1f}"
+    )
+  if _sum_usage().programs > MAX_PROGRAMS_OF_ALL:
+    terminalreporter.line(
+      f"The budget of all quick tests is {MAX_PROGRAMS_OF_ALL} programs. Mark"
+      " tests with @pytest.mark.slow: see tests/README.md."
+    )
+
+
+def _sum_usage():
+  total = Usage()
+  for usage in _usage_by_folder.values():
+    total = _add(total, usage)
+  return total
+
+
+def _add(usage, other):
+  return Usage(*(x + y for x, y in zip(usage, other, strict=True)))
+
+
+def _get_cpu_seconds():
+  return sum(os.times()[:4])  # Without the last, which is no CPU time.
