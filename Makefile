@@ -86,8 +86,8 @@ test-slow: $(VENV)/installed-test $(VENV)/installed-tpu ## Run the other tests: 
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m 'slow and not nightly' \
 	  tests optax_lossscale $(BENCHMARK_TESTS)
 
-coverage: $(VENV)/installed-test ## Run both; fail unless they take every branch
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) $(ALL) \
+coverage: $(VENV)/installed-test ## Run both; fail unless they take every branch, and if a quick test is not quick
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) $(ALL) --quick-budget \
 	  --cov --cov-report=term-missing
 
 test-3.11: ## Run the quick tests on Python 3.11, with the last JAX for it

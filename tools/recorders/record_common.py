@@ -2,9 +2,10 @@
 
 A golden file lists its cases: a name, settings and steps. A recorder reads
 them, runs them on the installed version of its package, and writes the file
-again. To record a further case, add one to the file first. A recorder runs in
-the virtual environment of its package, so this module imports the standard
-library alone.
+again, with the version and the command. To record a further case, add one to
+the file first. When a system changes its rule, record the new version next to
+the old one. A recorder never runs in CI. It runs in the virtual environment of
+its package, so this module imports the standard library alone.
 """
 
 from collections.abc import Callable, Mapping
