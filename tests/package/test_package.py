@@ -286,6 +286,13 @@ def test_each_path_in_the_readme_of_the_tests_exists():
     assert f"`{folder}" in README, folder
 
 
+def test_each_path_in_the_page_on_reliability_exists():
+  page = (TESTS / "RELIABILITY.md").read_text()
+  paths = re.findall(r"(?:tests|benchmarks)/[\w/]+\.py", page)
+  assert len(paths) > 10
+  assert not [path for path in paths if not (ROOT / path).exists()]
+
+
 def test_each_yaml_file_can_be_parsed():
   for path in [*(ROOT / ".github").rglob("*.yml"), ROOT / ".readthedocs.yaml"]:
     assert len(yaml.safe_load(path.read_text())) > 2, path
