@@ -311,4 +311,9 @@ def _all_finite(tree: Any) -> jax.Array:
 
 
 def _select(finite: jax.Array, new: Any, old: Any) -> Any:
+  if jnp.issubdtype(jnp.result_type(old), jax.dtypes.prng_key):
+    # A step may use the key again if the previous one was skipped. The clones
+    # allow it if JAX checks the reuse of keys.
+    selected = jax.lax.select(finite, new, jax.random.clone(old))
+    return jax.random.clone(selected)
   return jnp.where(finite, jnp.asarray(new, jnp.result_type(old)), old)

@@ -138,6 +138,19 @@ class LossScalingTest(parameterized.TestCase):
       np.testing.assert_array_equal(new, old)
       np.testing.assert_array_equal(np.signbit(new), np.signbit(old))
 
+  def test_a_skipped_step_keeps_a_key_that_may_be_used_again(self):
+    tx = _loss_scaling.with_loss_scaling(
+        alias.noisy_sgd(0.1, key=jax.random.key(0))
+    )
+    keys = []
+    with jax.debug_key_reuse(True):
+      state = tx.init(self.params)
+      for grads in self.params, self.bad_grads, self.params:
+        _, state = jax.jit(tx.update)(grads, state, self.params)
+        keys.append(jax.random.key_data(state.inner_state[0].rng_key))
+    np.testing.assert_array_equal(keys[0], keys[1])
+    self.assertFalse(np.array_equal(keys[1], keys[2]))
+
   @parameterized.parameters(jnp.float32, jnp.bfloat16, jnp.complex64)
   def test_gradients_are_exact_with_any_scale(self, dtype):
     tx = _loss_scaling.with_loss_scaling(alias.sgd(0.1), init_scale=1001.0)
