@@ -86,7 +86,7 @@ test-slow: $(VENV)/installed-test $(VENV)/installed-tpu ## Run the other tests: 
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m 'slow and not nightly' \
 	  tests optax_lossscale $(BENCHMARK_TESTS)
 
-coverage: $(VENV)/installed-test ## Run both; fail unless they take every branch, and if a quick test is not quick
+coverage: $(VENV)/installed-test ## Run both; fail unless they take every branch and the quick tests are quick
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) $(ALL) --quick-budget \
 	  --cov --cov-report=term-missing
 

@@ -22,9 +22,10 @@ import jax.numpy as jnp
 import pytest
 
 MAX_PROGRAMS = 8
-# Most quick tests take less than 0.5. The limit leaves room for a slow machine,
-# a cold cache, and the measurement of the coverage.
-MAX_CPU_SECONDS = 3.0
+# A quick test takes less than 0.5 on a quiet machine, with a warm cache. The
+# limit leaves room for a slow machine, a cold cache, the measurement of the
+# coverage, and three times as many random examples.
+MAX_CPU_SECONDS = 5.0
 MAX_PROGRAMS_OF_ALL = 1_400
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
