@@ -38,9 +38,9 @@ _UNCHANGED_PARAMS = _problem.Problem(
   "Return the new parameters: params = optax.apply_updates(params, updates).",
 )
 
-_KEPT_BACK = (
-  "whether the parameters change: a condition keeps the old ones in this step,"
-  " although the updates are not zero. Check a step in which they change."
+KEPT_BACK = (
+  "whether the parameters change: a condition keeps the old ones in this step."
+  " Check a step in which they change."
 )
 
 # The fraction of updates that may be lost in half precision.
@@ -130,7 +130,7 @@ def check_changes(
       yield from _explain_unchanged_params([x for x, _ in pairs], updates)
     else:
       yield (
-        _UNCHANGED_PARAMS if _responds(runs, i, overflow_outs) else (_KEPT_BACK)
+        _UNCHANGED_PARAMS if _responds(runs, i, overflow_outs) else (KEPT_BACK)
       )
 
 

@@ -151,7 +151,9 @@ class ParamSums:
     traced = self._runs.traced
     outs = self._runs.run(
       [
-        jnp.asarray(params[i], x.dtype) if i in params else x
+        params[i].astype(jax.dtypes.canonicalize_dtype(x.dtype))
+        if i in params
+        else x
         for i, x in enumerate(traced.inputs)
       ]
     )

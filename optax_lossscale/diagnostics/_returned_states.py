@@ -92,7 +92,7 @@ _FIRST_STATE_IN_LOOP = _problem.Problem(
   "Carry the opt_state through the loop together with the parameters:"
   " jax.lax.scan(body, (params, opt_state), batches).",
 )
-_WAITS = (
+WAITS = (
   "what the step returns: a condition keeps the old parameters and the old"
   " opt_state in this step. Check one in which update is applied."
 )
@@ -205,7 +205,7 @@ def check_after_overflow(
     else:
       yield _STATE_PUT_BACK
   elif is_waiting:
-    yield _WAITS
+    yield WAITS
   else:
     yield from _check_loop(traced, overflow_outs, summed_updates)
 
@@ -360,10 +360,15 @@ def _check_bounds(
   traced: _tracing.TracedFunction, outs: Sequence[Any]
 ) -> list[_problem.Problem]:
   """Check that no returned loss scale is above those of its updates."""
+  flags = _scaling_mistakes.read_applied_flags(traced, outs)
   scales = _read(traced, outs, "state_scale")
   new_scales = _read(traced, outs, "new_scale")
   for indices, scale in zip(_list_states(traced), scales, strict=True):
-    new = [np.max(x) for i, x in enumerate(new_scales) if i in indices]
+    new = [
+      np.max(x)
+      for i, (x, flag) in enumerate(zip(new_scales, flags, strict=False))
+      if i in indices and (flag >= 0).all()
+    ]
     highest = max(new, default=math.inf)
     if np.max(scale) > highest:
       return [

@@ -7,7 +7,7 @@ overflow; with the first power of two that is too large, only some do; with a
 smaller one, none do. The loss scale is an input, so nothing is compiled for it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from optax_lossscale.diagnostics import (
@@ -139,7 +139,7 @@ def _check_runs(
     *_applied_updates.check_changes(runs, overflow_outs),
     *param_sums.find_mistakes(),
     *_check_copies(runs.traced, outs_of_args),
-    *_check_nan_state(runs.traced, runs.outs, overflow_outs),
+    *_check_nan_state(runs, overflow_outs, param_sums),
   ]
   mistakes = [x for x in findings if isinstance(x, _problem.Problem)]
   # What is wrong with an accumulator around the wrapper follows from it.
@@ -153,7 +153,10 @@ def _check_runs(
     or _check_flags(runs)
   )
   limitations = [x for x in findings if isinstance(x, str)]
-  passed = [] if mistakes or limitations else passed
+  is_kept = not {
+    _applied_updates.KEPT_BACK, _returned_states.WAITS
+  }.isdisjoint(limitations)  # fmt: skip
+  passed = [] if mistakes or is_kept else passed
   return ReturnedValues(mistakes, limitations, passed)
 
 
@@ -233,15 +236,27 @@ def _check_copies(
 
 
 def _check_nan_state(
-  traced: _tracing.TracedFunction,
-  outs: Sequence[Any],
+  runs: _step_runs.StepRuns,
   overflow_outs: Sequence[Any],
+  param_sums: _param_sums.ParamSums,
 ) -> list[_problem.Problem]:
-  """Check that an overflow makes no NaN in the state that a step returns."""
+  """Check that an overflow makes no NaN in the state that a step returns.
+
+  A state is a result that may replace an argument other than the parameters.
+  """
+  params = {x.param_index for x in param_sums.sums}
+  get_type = lambda name, x: (x.shape, x.dtype, _outputs.split_name(name)[-1:])
+  pairs = zip(runs.traced.input_names, runs.traced.inputs, strict=True)
+  arguments = {
+    get_type(name, x) for i, (name, x) in enumerate(pairs) if i not in params
+  }
+  triples = zip(runs.traced.outputs, runs.outs, overflow_outs, strict=True)
   states = [
     (output.name, x, y)
-    for output, x, y in zip(traced.outputs, outs, overflow_outs, strict=True)
-    if output.kind in _outputs.RETURNED_KINDS and not output.in_scale_state
+    for output, x, y in triples
+    if output.kind in _outputs.RETURNED_KINDS
+    and not output.in_scale_state
+    and _is_state(get_type(output.name, x), arguments)
   ]
   nonfinite = _array_tests.list_nonfinite(y for _, _, y in states)
   # A state may hold inf from the start, such as the best loss so far.
@@ -253,3 +268,16 @@ def _check_nan_state(
   if not names:
     return []
   return [_problem.fill_in_names(_NAN_STATE, name=names[0])]
+
+
+def _is_state(result_type: Any, argument_types: Collection[Any]) -> bool:
+  """Return whether a result of a type may replace an argument.
+
+  Args:
+    result_type: the shape and the dtype, and the last key of the path.
+    argument_types: the same for each argument.
+  """
+  shape, dtype, keys = result_type
+  if not keys or keys[0].isdigit():  # The items of a tuple have no names.
+    return any((shape, dtype) == x[:2] for x in argument_types)
+  return result_type in argument_types

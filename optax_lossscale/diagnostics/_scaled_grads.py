@@ -66,8 +66,9 @@ _CHAINED_WRAPPERS = _problem.Problem(
   "Wrap the chain once: ols.with_loss_scaling(optax.chain(first, second)).",
 )
 
-# With this factor, gradients are zero in float16, and normal in float32.
-_SMALL = 2.0**-60
+# With this factor, gradients are zero in float16, and normal in float32, even if
+# they are unscaled three times.
+_SMALL = 2.0**-40
 
 
 class ScaledGrads(NamedTuple):
@@ -262,11 +263,8 @@ class _Experiment:
 
   def _replace_unscaled(self) -> Sequence[Any] | None:
     """Run the step with small unscaled gradients."""
-    groups = {
-      _outputs.TagGroup("unscaled", output.group)
-      for output in self._traced.outputs
-      if output.kind == "unscaled"
-    }
+    tags = _outputs.list_tags(self._traced.get_regions()).values()
+    groups = {tag for tag in tags if tag.kind == "unscaled"}
     if not groups:
       return None
     return self._runs.run_replaced(dict.fromkeys(groups, _SMALL))

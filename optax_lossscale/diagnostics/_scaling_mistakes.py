@@ -35,9 +35,9 @@ _UNSCALED_TWICE = _problem.Problem(
   "update{update} received gradients{names} that double if the loss scale"
   " halves: they were unscaled twice, or clipped while they were scaled, or the"
   " scaled loss was divided by its own value.",
-  "Unscale once: drop unscale_grads and grads_are_scaled=True next to"
-  " ols.value_and_grad and ols.grad, which return unscaled gradients. Clip"
-  " inside of with_loss_scaling. Scale the loss last.",
+  "Drop unscale_grads and grads_are_scaled=True, since ols.value_and_grad and"
+  " ols.grad return unscaled gradients. Clip inside of with_loss_scaling, and"
+  " scale the loss last.",
 )
 _DEPENDS_ON_SCALE = _problem.Problem(
   "update{update} received gradients{names} that depend on the loss scale: they"

@@ -41,6 +41,7 @@ import optax_lossscale as ols
 TX = ols.with_loss_scaling(optax.sgd(0.1), POLICY)
 DEFAULT = ols.DynamicLossScale()
 HALF_PARAMS = {"w": np.full((4, 4), 0.75, np.float16)}
+_FIRST_PARAMS = {"w": jnp.eye(4)}
 TWO_LAYERS = {**PARAMS, "head": np.eye(4, dtype=np.float32)}
 
 
@@ -196,6 +197,32 @@ _two_layers = functools.partial(
 )
 
 
+def _clamped_loss(loss, params, opt_state):
+  """Cut off the scaled loss at the largest number of float16."""
+  scaled = lambda p: jnp.minimum(ols.scale_loss(loss(p), opt_state), 65_504.0)
+  return ols.unscale_grads(jax.grad(scaled)(params), opt_state)
+
+
+def _loss_over_itself(loss, params, opt_state):
+  def scaled(params):
+    value = ols.scale_loss(loss(params), opt_state)
+    return value / lax.stop_gradient(value)
+
+  return ols.unscale_grads(jax.grad(scaled)(params), opt_state)
+
+
+@jax.custom_vjp
+def _square_error(out):
+  return jnp.mean((out - 1) ** 2)
+
+
+# The rule ignores the cotangent.
+_square_error.defvjp(
+  lambda out: (_square_error(out), out),
+  lambda out, cotangent: (2 * (out - 1) / out.size,),
+)
+
+
 # Several optimizers and states.
 
 
@@ -213,6 +240,35 @@ def _make_gan_step(*, swapped=False, returns_old=False):
 
   state = TX.init(PARAMS)
   return step, (PARAMS, PARAMS, state, state, BATCH)
+
+
+def _make_other_unscaling_step():
+  """Gradients that one state scales, and the other one unscales."""
+
+  @jax.jit
+  def step(params, others, state, other, batch):
+    scaled = lambda p: ols.scale_loss(loss_fn(p, batch), state)
+    grads = ols.unscale_grads(jax.grad(scaled)(params), other)
+    params, state = apply_updates(TX, grads, params, state)
+    grads = ols.grad(loss_fn, other)(others, batch)
+    return params, state, *apply_updates(TX, grads, others, other)
+
+  state = TX.init(PARAMS)
+  return step, (PARAMS, PARAMS, state, ols.set_loss_scale(state, 2.0), BATCH)
+
+
+def _make_shared_state_step():
+  """Two networks have one optimizer with one state."""
+  tx = ols.with_loss_scaling(optax.adam(0.1), POLICY)
+
+  @jax.jit
+  def step(params, others, state, batch):
+    grads = ols.grad(loss_fn, state)(params, batch)
+    params, state = apply_updates(tx, grads, params, state)
+    grads = ols.grad(loss_fn, state)(others, batch)
+    return params, *apply_updates(tx, grads, others, state)
+
+  return step, (PARAMS, {"w": PARAMS["w"].T}, tx.init(PARAMS), BATCH)
 
 
 def _make_optimizers_step():
@@ -276,6 +332,49 @@ def _make_average_step(select):
   return step, (PARAMS, zeros, TX.init(PARAMS), BATCH)
 
 
+def _make_statistics_step(*, uses_old_state):
+  """The step selects a running mean by whether it was applied."""
+
+  def step(params, mean, state, batch):
+    old_state = state
+    grads = ols.grad(loss_fn, state)(params, batch)
+    params, state = apply_updates(TX, grads, params, state)
+    mean = ols.select_if_finite(
+      old_state if uses_old_state else state,
+      0.9 * mean + 0.1 * jnp.mean(batch, 0),
+      mean,
+    )
+    return params, mean, state
+
+  return step, (PARAMS, np.zeros(4, np.float32), TX.init(PARAMS), BATCH)
+
+
+def _make_member_step():
+  """An ensemble that returns the loss scale of its first member."""
+
+  def take_first(new):
+    state = jax.tree.map(
+      lambda x: jnp.broadcast_to(x[:1], x.shape), new[1].loss_scale_state
+    )
+    return new[0], new[1]._replace(loss_scale_state=state)
+
+  step, args = make_population(*train_steps.make_step())
+  return lambda *args: take_first(step(*args)), args
+
+
+def _make_nnx_step_under_jax_jit():
+  """`jax.jit` drops what changes in the model and in the optimizer."""
+  step, args = _make_nnx_step(puts_back=False)
+  graph, state = nnx.split(args[:2])
+
+  @jax.jit
+  def jitted(state, x):
+    step.__wrapped__(*nnx.merge(graph, state), x)
+    return jnp.sum(x)
+
+  return jitted, (state, BATCH)
+
+
 # Results.
 
 
@@ -326,6 +425,26 @@ def _subtract(old, new):
   return jax.tree.map(lambda a, b: 2 * a - b, old[0], new[0]), new[1]
 
 
+def _average(old, new):
+  return optax.incremental_update(new[0], old[0], 0.01)
+
+
+def _add_in_half(old, new):
+  half = lambda x: x.astype(jnp.float16)
+  add = lambda p, new: (half(p) + half(new - p)).astype(jnp.float32)
+  return jax.tree.map(add, old[0], new[0]), new[1]
+
+
+def _limit_scale(limit, bound):
+  """Return a function that limits the loss scale after a step."""
+
+  def make_result(old, new):
+    scale = new[1].loss_scale_state.loss_scale
+    return new[0], ols.set_loss_scale(new[1], limit(scale, bound))
+
+  return make_result
+
+
 def _keep_head(old, new):
   return {**new[0], "head": old[0]["head"]}, new[1]
 
@@ -339,6 +458,19 @@ def _keep_head_sometimes(old, new):
 
 def _project(old, new):
   return jax.tree.map(lambda x: x / jnp.linalg.norm(x), new[0]), new[1]
+
+
+def _make_first_state_epoch():
+  """Each iteration starts from the state of the epoch."""
+  step, args = train_steps.make_step()
+
+  def epoch(params, state, batch):
+    def body(carry, _):
+      return step(carry[0], state, batch), None
+
+    return lax.scan(body, (params, state), length=3)[0]
+
+  return jax.jit(epoch), args
 
 
 def _make_epoch(combine):
@@ -683,12 +815,6 @@ _BY_CAUSE = {
   ("gradients of an unscaled loss (head)", _WRITE): {
     "unscaled loss of one layer": _two_layers(_unscaled_head)
   },
-  ("to which gradients of an unscaled loss were added", _WRITE): {
-    "unscaled second loss": _step(_add_grads(0.5, compute_unscaled_grads)),
-    "unscaled second loss, subtracted": _step(
-      _add_grads(-0.1, compute_unscaled_grads)
-    ),
-  },
   ("state of another optimizer scaled", _WRITE): {
     "state of the other optimizer": functools.partial(
       _make_gan_step, swapped=True
@@ -705,6 +831,7 @@ _BY_CAUSE = {
   },
   ("double if the loss scale halves", "Drop unscale_grads"): {
     "unscaled twice": _step(unscale_twice),
+    "loss over itself": _step(_loss_over_itself),
     "unscaled twice with a state of leaves": functools.partial(
       _make_leaves_step, unscale_twice
     ),
@@ -862,6 +989,71 @@ _BY_CAUSE = {
       ("second moment", optax.scale_by_rms()),
     )
   },
+  ("divided by the loss scale, but the backward pass", "cotangent"): {
+    "rule that ignores the cotangent": _step(
+      loss_fn=ols.autocast(
+        lambda params, x: _square_error(jnp.tanh(x @ params["w"]))
+      )
+    )
+  },
+  ("one loss-scale state scaled and another one", "Pass the same opt_state"): {
+    "unscaled with the other state": _make_other_unscaling_step
+  },
+  ("two wrappers are in one chain", "Wrap the chain once"): {
+    "two wrappers": _step(
+      lambda loss, params, state: compute_grads(loss, params, state[0]),
+      wrap_tx=lambda tx: optax.chain(
+        ols.with_loss_scaling(optax.clip(1.0)), tx
+      ),
+    )
+  },
+  ("something cuts off the scaled loss", "Don't clip the scaled loss"): {
+    "clamped loss": _step(_clamped_loss, policy=2.0**20)
+  },
+  ("returns neither new parameters nor a new opt_state", "use nnx.jit"): {
+    "part of a step": _make_loss_step,
+    "NNX step under jax.jit": _make_nnx_step_under_jax_jit,
+  },
+  ("MultiSteps is around with_loss_scaling", "Put it inside"): {
+    "MultiSteps around the wrapper": _step(
+      lambda loss, params, state: compute_grads(
+        loss, params, state.inner_opt_state
+      ),
+      wrap_tx=lambda tx: optax.MultiSteps(tx, 4).gradient_transformation(),
+    )
+  },
+  ("last of 2 members overflows", "Return the state of each member"): {
+    "state of the first member": _make_member_step
+  },
+  ("returns a higher loss scale than update does", "min_scale="): {
+    "scale with a floor": _returns(
+      _limit_scale(jnp.maximum, 2.0**15), policy=DEFAULT
+    )
+  },
+  ("starts update from the same state", "Carry the opt_state"): {
+    "first state in a loop": _make_first_state_epoch
+  },
+  ("is selected by whether the step before", "Pass the new state"): {
+    "mean selected by the old state": functools.partial(
+      _make_statistics_step, uses_old_state=True
+    )
+  },
+  ("next to an average of the new ones", _APPLY): {
+    "old parameters next to an average": _returns(
+      lambda old, new: (old[0], _average(old, new), new[1])
+    )
+  },
+  ("The loss does not depend on the parameters", "don't close over others"): {
+    "loss over the first parameters": _step(
+      lambda loss, params, state: compute_grads(loss, _FIRST_PARAMS, state)
+    )
+  },
+  ("was rounded to half precision", "Add in float32"): {
+    "sum in float16": _returns(_add_in_half)
+  },
+  ("share one opt_state", "Call tx.init for each"): {
+    "two networks with one state": _make_shared_state_step
+  },
   ("does not return parameters that depend on the updates", _APPLY): {
     "old parameters": _returns(lambda old, new: (old[0], new[1])),
     "train state with the old parameters": _returns(
@@ -957,10 +1149,14 @@ LOOKALIKES = {
   "delayed update": _make_delayed_step,
   "update in every third iteration": _make_waiting_epoch,
   "scale without a name": _make_own_state_step,
+  "state in a Ref": _make_ref_step,
   "state of leaves": functools.partial(_make_leaves_step, compute_grads),
   "headroom": _step(policy="headroom"),
   "fixed scale": _step(policy=64.0),
   "hysteresis": _step(policy=ols.DynamicLossScale(2.0**6, hysteresis=3)),
+  "selected mean": functools.partial(
+    _make_statistics_step, uses_old_state=False
+  ),
   "selected average of gradients": functools.partial(
     _make_average_step, ols.select_if_finite
   ),
@@ -986,19 +1182,18 @@ LOOKALIKES = {
     compute_grads,
     lambda old, new, finite: (new, where(finite & False, new, old)),
   ),
-  "capped scale": _returns(
-    lambda old, new: (
-      new[0],
-      ols.set_loss_scale(
-        new[1], jnp.minimum(new[1].loss_scale_state.loss_scale, 2.0**20)
-      ),
-    )
-  ),
+  "capped scale": _returns(_limit_scale(jnp.minimum, 2.0**20)),
   "flat parameters": _returns(
     lambda old, new: (jax.flatten_util.ravel_pytree(new[0])[0], new[1])
   ),
   "parameters of an ensemble": _returns(lambda old, new: (new, old[0])),
   "projected parameters": _returns(_project),
+  "parameters that are rounded by their bits": _returns(
+    lambda old, new: (_round_by_bits(new[0]), new[1])
+  ),
+  "quantized parameters": _returns(
+    lambda old, new: (_quantize(new[0]), new[1])
+  ),
   "parameters that wait": _two_layers(
     make_result=lambda old, new, finite: _keep_head_sometimes(old, new)
   ),
@@ -1048,17 +1243,6 @@ LOOKALIKES = {
 _NOT_TAKEN = "update is in a branch that was not taken"
 
 UNCHECKED = {
-  "parameters that are rounded by their bits": Row(
-    _returns(lambda old, new: (_round_by_bits(new[0]), new[1])),
-    "it converts floats to integers",
-  ),
-  "quantized parameters": Row(
-    _returns(lambda old, new: (_quantize(new[0]), new[1])),
-    "it converts floats to integers",
-  ),
-  "part of a step": Row(
-    _make_loss_step, "neither new parameters nor a new opt_state"
-  ),
   "gradients as arguments": Row(_make_update_step, "how the loss is scaled"),
   "scale by hand": Row(
     _step(
@@ -1067,9 +1251,6 @@ UNCHECKED = {
       grads_are_scaled=True,
     ),
     "how the loss is scaled",
-  ),
-  "state in a Ref": Row(
-    _make_ref_step, "what the step returns, since it uses a Ref"
   ),
   "constant state": Row(
     functools.partial(_make_closed_step, 64.0),
