@@ -66,8 +66,8 @@ _CHAINED_WRAPPERS = _problem.Problem(
   "Wrap the chain once: ols.with_loss_scaling(optax.chain(first, second)).",
 )
 
-# With this factor, gradients are zero in float16, and normal in float32, even if
-# they are unscaled three times.
+# With this factor, gradients are zero in float16, and normal in float32, even
+# if they are unscaled three times.
 _SMALL = 2.0**-40
 
 
