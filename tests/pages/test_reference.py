@@ -256,8 +256,10 @@ def test_autocast_warns_of_a_call_that_it_leaves_unchanged(name):
 
 
 def test_the_table_of_metrics_has_each_metric():
-  metrics = ols.loss_scale_metrics(
-    ols.DynamicLossScale().init(), policy="dynamic", steps=1
+  metrics = jax.eval_shape(
+    lambda: ols.loss_scale_metrics(
+      ols.DynamicLossScale().init(), policy="dynamic", steps=1
+    )
   )
   listed = first_column(section("metrics", "## loss_scale_metrics"))
   assert sorted(listed) == sorted(metrics)
@@ -268,7 +270,9 @@ def test_the_table_of_metrics_has_each_metric():
 
 
 def test_the_docstring_of_probe_metrics_has_each_metric():
-  metrics = diagnostics.probe_metrics(diagnostics.probe_counters())
+  metrics = jax.eval_shape(
+    lambda: diagnostics.probe_metrics(diagnostics.probe_counters())
+  )
   text = diagnostics.probe_metrics.__doc__
   listed = re.findall(r"^\s*\* ``(\w+)``:", text, re.MULTILINE)
   assert sorted(listed) == sorted(metrics)
@@ -296,18 +300,19 @@ def test_a_step_has_the_dtypes_of_the_table(dtype, expected):
 
 def dtypes_of_step(dtype):
   """Return the dtypes of gradients, optimizer state and updates."""
-  params = jnp.ones(4, dtype)
   tx = ols.with_loss_scaling(optax.adam(1e-3))
-  opt_state = tx.init(params)
 
   def loss_fn(params):
     wide = params.astype("float32" if "float8" in dtype else dtype)
     return jnp.sum(jnp.abs(wide) ** 2).astype(jnp.float32)
 
-  grads = ols.grad(loss_fn, opt_state)(params)
-  updates, opt_state = tx.update(grads, opt_state, params)
-  arrays = grads, optax.tree.get(opt_state, "mu"), updates
-  return [str(array.dtype) for array in arrays]
+  def step(params):
+    opt_state = tx.init(params)
+    grads = ols.grad(loss_fn, opt_state)(params)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return grads, optax.tree.get(opt_state, "mu"), updates
+
+  return [str(x.dtype) for x in jax.eval_shape(step, jnp.ones(4, dtype))]
 
 
 # --- reports.md
