@@ -4,10 +4,11 @@ Trainers set ``jax.transfer_guard`` to find transfers that they did not mean,
 and those of a report are meant.
 """
 
+import functools
 import inspect
 
 from helpers import interop_samples as samples
-from helpers import ROOT
+from helpers import mark_slow_params
 import jax
 import jax.numpy as jnp
 import matplotlib
@@ -44,7 +45,11 @@ def train_step(params, state, x):
   return TX.update(grads, state, params)
 
 
-COMPARISON = diagnostics.compare_precision(GRAD_FN, PARAMS, X, progress=False)
+@functools.cache
+def compare():
+  return diagnostics.compare_precision(GRAD_FN, PARAMS, X, progress=False)
+
+
 FLAX = interop.from_flax(samples.FLAX)
 KERAS = interop.from_keras(samples.KERAS_3)
 TORCH = interop.from_torch(samples.TORCH)
@@ -59,9 +64,7 @@ ON_HOST = {
   diagnostics.check_step: lambda: diagnostics.check_step(
     train_step, PARAMS, OPT_STATE, X, progress=False
   ),
-  diagnostics.compare_precision: lambda: diagnostics.compare_precision(
-    GRAD_FN, PARAMS, X, progress=False
-  ),
+  diagnostics.compare_precision: lambda: compare.__wrapped__(),
   diagnostics.find_overflow: lambda: diagnostics.find_overflow(
     GRAD_FN, PARAMS, 1e30 * X
   ),
@@ -75,7 +78,7 @@ ON_HOST = {
   plots.exponent_histogram: lambda: plots.exponent_histogram(GRADS),
   plots.plot_exponents: lambda: plots.plot_exponents(GRADS, loss_scale=STATE),
   plots.plot_loss_scale: lambda: plots.plot_loss_scale([STATE, STATE]),
-  plots.plot_precision: lambda: plots.plot_precision(COMPARISON),
+  plots.plot_precision: lambda: plots.plot_precision(compare()),
   interop.from_apex: lambda: interop.from_apex(
     samples.KERNEL, **samples.KERNEL_SETTINGS
   ),
@@ -125,56 +128,49 @@ def test_each_public_function_runs_on_the_host_or_in_a_step():
   assert functions == {*ON_HOST, *IN_A_STEP}
 
 
-# These run on the host, and are also parts of a step.
-ON_BOTH = {ols.loss_scale_metrics, ols.set_loss_scale}
-
-
-def qualified_name(fun):
-  modules = {"ols": ols, "diagnostics": diagnostics, "interop": interop}
-  for name, module in {**modules, "plots": plots}.items():
-    if getattr(module, fun.__name__, None) is fun:
-      return f"{name}.{fun.__name__}"
-  raise AssertionError(fun)
-
-
-def test_the_api_says_of_each_function_on_the_host_that_it_is_one():
-  page = (ROOT / "docs" / "api" / "index.md").read_text()
-  _, on_host = page.split("Call the others outside `jit`.")
-  for fun in ON_HOST:
-    module, _, name = qualified_name(fun).rpartition(".")
-    is_named = name in on_host or module in ("interop", "plots")
-    assert is_named or fun in ON_BOTH, name
-
-
-@pytest.mark.parametrize("fun", ON_HOST, ids=lambda fun: fun.__name__)
-def test_a_function_on_the_host_transfers_under_a_guard(fun):
+def test_each_function_on_the_host_allows_transfers():
   # On CPU, reads are free, and so no guard would stop them.
-  assert fun.__code__ is _transfer_guard.allow_transfers(len).__code__
-  with jax.transfer_guard("disallow"):
-    ON_HOST[fun]()
-  with jax.transfer_guard("disallow_explicit"):
-    ON_HOST[fun]()
+  guarded = _transfer_guard.allow_transfers(len).__code__
+  assert [fun for fun in ON_HOST if fun.__code__ is not guarded] == []
+
+
+# The reports take seconds.
+REPORTS = {
+  diagnostics.check_step,
+  diagnostics.compare_precision,
+  diagnostics.find_overflow,
+  plots.plot_exponents,
+  plots.plot_precision,
+}
 
 
 @pytest.mark.parametrize(
   "fun",
-  [
-    diagnostics.compare_precision,
-    diagnostics.find_overflow,
-    diagnostics.precision_report,
-    interop.from_torch,
-  ],
+  mark_slow_params([*(ON_HOST.keys() - REPORTS)], list(ON_HOST)),
+  ids=lambda fun: fun.__name__,
+)
+def test_a_function_on_the_host_transfers_under_a_guard(fun):
+  for guard in ("disallow", "disallow_explicit"):
+    with jax.transfer_guard(guard):
+      ON_HOST[fun]()
+
+
+# The functions without their guards, and what they are called with.
+UNGUARDED = {
+  diagnostics.compare_precision: (GRAD_FN, PARAMS, X),
+  diagnostics.find_overflow: (GRAD_FN, PARAMS, X),
+  diagnostics.precision_report: (GRAD_FN, PARAMS, X),
+  interop.from_torch: (samples.TORCH,),
+}
+
+
+@pytest.mark.parametrize(
+  "fun",
+  mark_slow_params([interop.from_torch], UNGUARDED),
   ids=lambda fun: fun.__name__,
 )
 def test_without_its_guard_a_function_would_raise_an_error(fun):
   """So that the test above is not one of inputs that need no transfer."""
-  unguarded = fun.__wrapped__
-  arguments = {
-    diagnostics.compare_precision: (GRAD_FN, PARAMS, X),
-    diagnostics.find_overflow: (GRAD_FN, PARAMS, X),
-    diagnostics.precision_report: (GRAD_FN, PARAMS, X),
-    interop.from_torch: (samples.TORCH,),
-  }
   stopped = pytest.raises(Exception, match="Disallowed host-to-device transfer")
   with jax.transfer_guard("disallow"), stopped:
-    unguarded(*arguments[fun])
+    fun.__wrapped__(*UNGUARDED[fun])
