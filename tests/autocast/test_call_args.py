@@ -5,7 +5,7 @@ import functools
 import sys
 
 from flax import nnx
-from helpers import jaxprs
+from helpers import jaxprs, mark_slow_params
 from helpers.bits import assert_same_bits
 import jax
 from jax import lax
@@ -89,7 +89,7 @@ def test_a_compiled_function_is_traced_once():
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("jitted", mark_slow_params([True], [False, True]))
 def test_effects_happen_once_and_in_order(ordered, jitted):
   def body(seen, x, w):
     note = lambda value: seen.append(int(value))

@@ -76,12 +76,14 @@ def test_a_float16_kernel_refuses_float32_also_inside_of_autocast(change):
     change(loss_with(half_layer))(PARAMS, INPUT)
 
 
+@pytest.mark.slow
 def test_a_kernel_between_casts_has_the_float32_gradient():
   grad_fn = ols.value_and_grad(ols.autocast(loss_with(recipe)), STATE)
   actual = jax.jit(grad_fn)(PARAMS, INPUT)
   assert_close(actual, jax.value_and_grad(loss_with(in_float32))(PARAMS, INPUT))
 
 
+@pytest.mark.slow
 def test_the_loss_scale_reaches_the_backward_pass_of_the_kernel():
   """Gradients of 1e-7 would be lost in float16 without it."""
   tiny = lambda layer: lambda params, x: 1e-7 * loss_with(layer)(params, x)

@@ -1,6 +1,6 @@
 """Random programs of matmuls, data movement, arithmetic and control flow."""
 
-from helpers import custom_rules, jaxprs
+from helpers import custom_rules, jaxprs, matmul_flops
 from helpers.bits import assert_same_bits
 import hypothesis
 from hypothesis import strategies as st
@@ -96,6 +96,10 @@ def test_a_random_program_gives_the_same_bits(program):
   assert_same_bits(jax.jit(half)(W), jax.jit(fun)(W))
   assert jaxprs.count_matmuls_by_dtype(half, W)["float16"]
   loss = lambda f: lambda x: jnp.sum(small(f(x)) * W)
+  # Also of many members, no cotangents are summed in half precision.
+  many = jax.vmap(jax.grad(loss(half)))
+  jaxpr = jax.make_jaxpr(many)(jnp.stack([W, W + 1, W + 2]))
+  assert matmul_flops.list_half_sums(jaxpr) == set()
   actual, expected = (jax.jit(jax.grad(loss(f)))(W) for f in (half, fun))
   # Cotangents grow: float16 has to round them, and in the end cannot hold them.
   largest = np.max(np.abs(expected), initial=1)

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale.diagnostics._comparison import _layers
 
 X = normal(4, 8, seed=1)
 
@@ -147,11 +146,10 @@ def assert_names_select(nests):
   except (NotImplementedError, TypeError, ValueError):
     return False  # JAX cannot do it without us.
   grad = lambda **kwargs: jax.grad(ols.autocast(loss, **kwargs))
-  table = _layers.LayerTable(jax.make_jaxpr(grad())(params, X))
   names = {
     (layer.location.param_path, layer.name)
-    for layer in table.layers
-    if layer.in_autocast and layer.location.param_path
+    for layer in jaxprs.list_layers(grad(), params, X)
+    if layer.location.param_path
   }
   # Each weight has one name, which no other weight has.
   assert sorted(path for path, _ in names) == sorted(kept_together), names
@@ -184,11 +182,8 @@ PAIRS = (
 )
 
 
-QUICK = (
-  "plain", "jit", "checkpoint", "custom_vjp", "custom_jvp", "cond", "scan",
-  "vmap", "shard_map", "scope", "scope of jax", "jitted cast", "unstacked",
-)  # fmt: skip
-NESTS = mark_slow_params([*zip(QUICK), *PAIRS], [*zip(WRAPPERS), *PAIRS])
+QUICK = "custom_vjp", "cond", "scan", "shard_map", "scope of jax", "unstacked"
+NESTS = mark_slow_params([*zip(QUICK), PAIRS[1]], [*zip(WRAPPERS), *PAIRS])
 
 
 @pytest.mark.parametrize("names", NESTS, ids=" in ".join)
@@ -200,8 +195,8 @@ def test_layers_that_share_a_function_have_the_names_of_their_weights(names):
 @pytest.mark.parametrize(
   "seeds",
   [
-    range(3),
-    pytest.param(range(3, 30), marks=pytest.mark.slow),
+    range(1),
+    pytest.param(range(1, 30), marks=pytest.mark.slow),
     pytest.param(range(30, 300), marks=pytest.mark.nightly),
   ],
 )
@@ -258,8 +253,8 @@ PARAMS = {key: normal(8, 8, seed=i) for i, key in enumerate("abcd")}
 @pytest.mark.parametrize(
   "seeds",
   [
-    range(10),
-    pytest.param(range(10, 60), marks=pytest.mark.slow),
+    range(3),
+    pytest.param(range(3, 60), marks=pytest.mark.slow),
     pytest.param(range(60, 300), marks=pytest.mark.nightly),
   ],
 )
@@ -269,11 +264,9 @@ def test_keeping_a_name_removes_only_its_rows(seeds):
 
     def rows_of(loss=loss, **kwargs):
       grad = jax.grad(ols.autocast(loss, **kwargs))
-      jaxpr = jax.make_jaxpr(grad)(PARAMS, normal(8, 8, seed=9))
+      layers = jaxprs.list_layers(grad, PARAMS, normal(8, 8, seed=9))
       return {
-        (x.location.names, x.location.is_backward): x.name
-        for x in _layers.LayerTable(jaxpr).layers
-        if x.in_autocast
+        (x.location.names, x.location.is_backward): x.name for x in layers
       }
 
     before = rows_of()

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 
-from helpers import custom_rules, hijax, jaxprs
+from helpers import custom_rules, hijax, jaxprs, mark_slow_params
 from helpers.bits import assert_close
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
@@ -284,13 +284,27 @@ def test_a_shard_map_of_another_jax_is_rewritten():
   assert found and not warning_text
 
 
-@pytest.mark.parametrize("flag", hijax.FLAGS)
+IN_HIJAX = [
+  (name, flag)
+  for name in ("scan", "checkpoint", "custom_jvp", "custom_vjp")
+  for flag in hijax.FLAGS
+]
+
+
 @pytest.mark.parametrize(
-  "name", ["scan", "checkpoint", "custom_jvp", "custom_vjp"]
+  "case",
+  mark_slow_params(
+    [
+      ("checkpoint", "jax_remat3"),
+      ("custom_jvp", "jax_custom_jvp3"),
+      ("custom_vjp", "jax_custom_vjp3"),
+    ],
+    IN_HIJAX,
+  ),
+  ids=str,
 )
-def test_matmuls_in_hijax_primitives_and_their_gradients_run_in_float16(
-  name, flag
-):
+def test_matmuls_in_hijax_primitives_and_their_gradients_run_in_float16(case):
+  name, flag = case
   if flag == f"jax_{name}3" and not hijax.HAS_RULES:
     pytest.skip(
       f"The objects of JAX {jax.__version__} are reported: see below."
@@ -307,7 +321,8 @@ def test_matmuls_in_hijax_primitives_and_their_gradients_run_in_float16(
     skip_if_jax_cannot(jax.eval_shape, jax.grad(loss), A, B)
     half = jax.grad(lambda a, b: loss(a, b, ols.autocast), (0, 1))
     assert set(jaxprs.count_matmuls_by_dtype(half, A, B)) == {"float16"}
-    assert_close(half(A, B), jax.grad(loss, (0, 1))(A, B), 0.02)
+    full = jax.jit(jax.grad(loss, (0, 1)))
+    assert_close(jax.jit(half)(A, B), full(A, B), 0.02)
 
 
 def test_a_tangent_in_a_hijax_primitive_runs_in_half_precision():

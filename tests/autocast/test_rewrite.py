@@ -21,67 +21,6 @@ B = jax.random.normal(KEYS[1], (4, 4))
 EXACT = jnp.float32(jnp.float16(A) @ jnp.float16(B))  # A @ B in half precision
 
 
-LEFT_ALONE = {
-  # Rotary embeddings begin with it: float16 would spoil their angles.
-  "an outer product": lambda a, b: jnp.einsum("i,j->ij", b[0], a[0]),
-  "an outer product of a batch": lambda a, b: a[:, :, None] @ b[:, None, :],
-  "a product of two vectors": lambda a, b: a[0] @ b[0],
-  "a batch of products of vectors": lambda a, b: jnp.vecdot(a, b),
-  "a large batch of products of vectors": lambda a, b: jnp.vecdot(
-    jnp.tile(a, (100, 1)), jnp.tile(b, (100, 1))
-  ),
-  "a product of one row and one column": lambda a, b: a[:1] @ b[:, :1],
-  "the highest precision": lambda a, b: jnp.matmul(a, b, precision="highest"),
-  "the highest precision of one side": lambda a, b: jnp.matmul(
-    a, b, precision=("highest", "default")
-  ),
-  "an algorithm": lambda a, b: lax.dot(
-    a, b, precision=lax.DotAlgorithmPreset.F32_F32_F32
-  ),
-  "a convolution with one weight": lambda a, b: lax.conv(
-    a[None, None], b[:2, None, None, :1].reshape(2, 1, 1, 1), (1, 1), "SAME"
-  ),
-  "a convolution of many features with one weight each": lambda a, b: lax.conv(
-    a[None, :1], jnp.tile(b[0], 100).reshape(400, 1, 1), (1,), "SAME"
-  ),
-  "a convolution with one result": lambda a, b: lax.conv(
-    a[None, None], b[None, None], (1, 1), "VALID"
-  ),
-  "bfloat16": lambda a, b: jnp.bfloat16(a) @ jnp.bfloat16(b),
-  "float16 in, float32 out": lambda a, b: jnp.matmul(
-    jnp.float16(a), jnp.float16(b), preferred_element_type=jnp.float32
-  ),
-  "float32 and bfloat16": lambda a, b: lax.dot_general(
-    a,
-    jnp.bfloat16(b),
-    (((1,), (0,)), ((), ())),
-    preferred_element_type=jnp.float32,
-  ),
-  "complex64": lambda a, b: (a + 1j * b) @ (b + 1j * a),
-  "integers": lambda a, b: jnp.int32(9 * a) @ jnp.int32(9 * b),
-  "inv": lambda a, b: jnp.linalg.inv(a),
-  "solve": lambda a, b: jnp.linalg.solve(a, b),
-  "determinant": lambda a, b: jnp.linalg.slogdet(a),
-  "least squares": lambda a, b: jnp.linalg.lstsq(a, b)[0],
-  "pseudo-inverse": lambda a, b: jnp.linalg.pinv(a),
-  "matrix exponential": lambda a, b: jax.scipy.linalg.expm(a),
-}
-
-
-@pytest.mark.parametrize("name", LEFT_ALONE)
-def test_excluded_matmuls_run_unchanged(name):
-  fun = LEFT_ALONE[name]
-
-  def with_a_matmul(a, b):
-    return fun(a, b), b @ b  # This matmul is cast.
-
-  def as_written(a, b):
-    return fun(a, b), jnp.float32(jnp.float16(b) @ jnp.float16(b))
-
-  half = jax.jit(ols.autocast(with_a_matmul))
-  assert_same_bits(half(A, B), jax.jit(as_written)(A, B))
-
-
 @pytest.mark.parametrize("setting", ["highest", "float32"])
 def test_a_global_highest_precision_applies_to_each_matmul(setting):
   fun = lambda a, b: a @ b
@@ -153,9 +92,8 @@ def test_gradients_of_an_operand_in_half_precision_equal_a_hand_cast_model(
 def test_cotangents_of_matmuls_with_float16_weights_are_summed_in_float32():
   frozen = jnp.full((4, 4), 10_000.0, jnp.float16)
   loss = ols.autocast(lambda x: jnp.sum(x @ frozen) + jnp.sum(x @ frozen))
-  assert_same_bits(
-    jax.grad(loss)(jnp.eye(4)), jnp.full((4, 4), 80_000.0, jnp.float32)
-  )
+  grads = jax.jit(jax.grad(loss))(np.eye(4, dtype=np.float32))
+  np.testing.assert_array_equal(grads, 80_000)
 
 
 @pytest.mark.parametrize("dtype, other", [HALVES, HALVES[::-1]])
@@ -191,7 +129,7 @@ def test_a_ragged_dot_with_weights_in_half_precision_is_cast():
   fun = lambda x, w: lax.ragged_dot(x, w, jnp.array([2, 4]))
   half = ols.autocast(fun)
   assert "ragged_dot_general" in jaxprs.list_half_primitives(half, x, w)
-  assert_same_bits(half(x, w), fun(x, w))
+  assert_same_bits(jax.jit(half)(x, w), jax.jit(fun)(x, w))
 
 
 @pytest.mark.parametrize("keep", ["the function", "the name"])
@@ -208,7 +146,6 @@ def test_a_kept_matmul_with_an_operand_in_half_precision_is_unchanged(keep):
   grads = jax.grad(kept, (0, 1))
   counts = jaxprs.count_matmuls_by_dtype(grads, *args)
   assert counts == {"float32": 3, "float16": 3}
-  assert_same_bits(grads(*args)[1], jax.grad(loss(project), 1)(*args))
 
 
 def test_the_branch_of_a_platform_runs_in_half_precision():
@@ -232,38 +169,6 @@ def test_matmuls_accumulate_in_float32():
   assert jax.jit(ols.autocast(lambda x: x @ x.T))(ones)[0, 1] == 8192
 
 
-# Functions of the matmul `h` that do more than move data. The transposes of the
-# first are sums, or become sums under an outer `vmap`, and the others compute.
-STAYS = {
-  "dynamic slice": lambda h: lax.dynamic_slice_in_dim(h, jnp.int32(1), 2),
-  "dynamic update": lambda h: lax.dynamic_update_slice(h, h + 1, (1, 0)),
-  "concatenate": lambda h: jnp.concatenate([h, h + 1]),
-  "split": lambda h: lax.split(h, (1, 3)),
-  "select": lambda h: lax.select(jnp.eye(4) > 0, h, 1 - h),
-  "broadcast": lambda h: jnp.broadcast_to(h, (3, 4, 4)),
-  "gather": lambda h: h[jnp.array([0, 0, 1])],
-  "pad": lambda h: jnp.pad(h, 1),
-  "negate": lambda h: -h,
-  "relu": jax.nn.relu,
-  "sum": lambda h: jnp.sum(h, axis=0),
-  "addition": lambda h: h + h,
-  "with other numbers": lambda h: lax.optimization_barrier((h, 1e-9 * h)),
-}
-
-
-@pytest.mark.parametrize("name", jaxprs.DATA_MOVEMENT)
-def test_data_movement_after_a_matmul_stays_in_half_precision(name):
-  as_written = jaxprs.list_eqns(jaxprs.DATA_MOVEMENT[name], A)
-  if name not in {eqn.primitive.name for eqn in as_written}:
-    pytest.skip("With its upgrade flags JAX has another primitive for it.")
-  half = ols.autocast(lambda a, b: jaxprs.DATA_MOVEMENT[name](a @ b))
-  assert name in jaxprs.list_half_primitives(half, A, B)
-  # Each entry equals the entry of the matmul that was moved.
-  assert_same_bits(
-    jax.jit(half)(A, B), jax.jit(jaxprs.DATA_MOVEMENT[name])(EXACT)
-  )
-
-
 def test_data_movement_of_two_matmuls_keeps_them_separate():
   fun = lambda a, b: lax.optimization_barrier((a @ b, b @ a))
   half = ols.autocast(fun)
@@ -271,14 +176,6 @@ def test_data_movement_of_two_matmuls_keeps_them_separate():
   exact = jnp.float16(A) @ jnp.float16(B), jnp.float16(B) @ jnp.float16(A)
   for actual, expected in zip(jax.jit(half)(A, B), exact, strict=True):
     assert_same_bits(actual, jnp.float32(expected))
-
-
-@pytest.mark.parametrize("name", STAYS)
-def test_computations_and_transposes_of_sums_stay_in_float32(name):
-  half = ols.autocast(lambda a, b: STAYS[name](a @ b))
-  allowed = {"convert_element_type", "dot_general", "slice"}
-  assert jaxprs.list_half_primitives(half, A, B) <= allowed
-  assert_same_bits(jax.jit(half)(A, B), jax.jit(STAYS[name])(EXACT))
 
 
 def test_cotangents_of_a_weight_in_a_scan_are_summed_in_float32():
@@ -385,7 +282,7 @@ MIXED = (
 )
 def test_the_warning_names_the_dtypes_of_unchanged_matmuls(fun, text):
   with pytest.warns(UserWarning, match="had no effect") as caught:
-    ols.autocast(fun)(jnp.eye(3))
+    jax.eval_shape(ols.autocast(fun), jnp.eye(3))
   assert text in f"{caught[0].message}\n"
 
 
@@ -393,6 +290,7 @@ def bfloat16(x):
   return x.astype(jnp.bfloat16)
 
 
+@pytest.mark.slow
 def test_a_bfloat16_flax_nnx_model_warns_and_changes_once():
   rngs = nnx.Rngs(0)
   model = nnx.Sequential(
@@ -499,8 +397,8 @@ def test_cotangents_of_a_value_that_matmuls_share_add_up_in_float32(name):
 )
 def test_the_sum_of_two_cotangents_may_be_larger_than_float16_holds(fun):
   loss = lambda x: jnp.sum(40_000 * ols.autocast(fun)(x))
-  grads = jax.grad(loss)(jnp.eye(4))
-  assert_same_bits(grads, jnp.full((4, 4), 80_000.0, jnp.float32))
+  grads = jax.jit(jax.grad(loss))(np.eye(4, dtype=np.float32))
+  np.testing.assert_array_equal(grads, 80_000)
 
 
 def autocast_with(dtypes, fun):

@@ -323,6 +323,7 @@ def test_a_function_with_an_unknown_signature_has_names():
     ols.autocast(call)({"w": WEIGHTS}, 1)
 
 
+@pytest.mark.slow
 def test_an_overflow_is_named_by_its_weights():
   net, params = network(mlp)
   params["blocks"][2]["down"] *= 1e6

@@ -4,29 +4,11 @@ from collections import Counter
 from typing import NamedTuple
 
 import jax
-from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
-from helpers import matmul_flops, sharding
+from helpers import matmul_flops
 from optax_lossscale._jaxprs import _eqns, _primitives, _walk
-
-# Functions that only move a matmul `h` of shape (4, 4), by the name of their
-# primitive: all that may follow a matmul in half precision.
-DATA_MOVEMENT = {
-  "copy": jnp.copy,
-  "name": lambda h: checkpoint_name(h, "h"),
-  "optimization_barrier": lax.optimization_barrier,
-  "reshape": lambda h: h.reshape(2, 8),
-  "rev": lambda h: h[::-1],
-  "sharding_constraint": lambda h: lax.with_sharding_constraint(
-    h, jax.NamedSharding(sharding.make_mesh((1,), ("one",)), P())
-  ),
-  "slice": lambda h: h[1:3],
-  "squeeze": lambda h: jnp.squeeze(h[:1], 0),
-  "transpose": lambda h: h.T,
-}
+from optax_lossscale.diagnostics._comparison import _layers
 
 
 class Matmul(NamedTuple):
@@ -67,6 +49,12 @@ def list_named_matmuls(fun, *args, only_live=False):
       labels = names.candidate_labels()[0], names.param_path, names.name_scope
       matmuls.append(Matmul(*labels, visit.location.is_backward, str(dtype)))
   return matmuls
+
+
+def list_layers(fun, *args):
+  """Return the layers of a function that `autocast` cast, as reports do."""
+  table = _layers.LayerTable(jax.make_jaxpr(fun)(*args))
+  return [layer for layer in table.layers if layer.in_autocast]
 
 
 def count_eqn_matmuls_by_dtype(eqns):

@@ -1,0 +1,113 @@
+"""Which operations run in half precision: one case for each of a table."""
+
+from helpers import autocast_ops as ops
+from helpers import jaxprs
+import jax
+from jax import lax
+import jax.numpy as jnp
+import jax.scipy.linalg
+import pytest
+
+import optax_lossscale as ols
+
+X = ops.X
+MATMULS = {"conv_general_dilated", "dot_general", "ragged_dot_general"}
+# Matmuls that stay as they are, besides those of the page.
+LEFT_ALONE = {
+  "an outer product of a batch": lambda a, b: a[:, :, None] @ b[:, None, :],
+  "a large batch of products of vectors": lambda a, b: jnp.vecdot(
+    jnp.tile(a, (100, 1)), jnp.tile(b, (100, 1))
+  ),
+  "a product of one row and one column": lambda a, b: a[:1] @ b[:, :1],
+  "the highest precision of one side": lambda a, b: jnp.matmul(
+    a, b, precision=("highest", "default")
+  ),
+  "an algorithm": lambda a, b: lax.dot(
+    a, b, precision=lax.DotAlgorithmPreset.F32_F32_F32
+  ),
+  "a convolution with one weight": lambda a, b: lax.conv(
+    a[None, None], b[:2, None, None, :1].reshape(2, 1, 1, 1), (1, 1), "SAME"
+  ),
+  "a convolution of many features with one weight each": lambda a, b: lax.conv(
+    a[None, :1], jnp.tile(b[0], 100).reshape(400, 1, 1), (1,), "SAME"
+  ),
+  "a convolution with one result": lambda a, b: lax.conv(
+    a[None, None], b[None, None], (1, 1), "VALID"
+  ),
+  "bfloat16": lambda a, b: jnp.bfloat16(a) @ jnp.bfloat16(b),
+  "float16 in, float32 out": lambda a, b: jnp.matmul(
+    jnp.float16(a), jnp.float16(b), preferred_element_type=jnp.float32
+  ),
+  "float32 and bfloat16": lambda a, b: lax.dot_general(
+    a,
+    jnp.bfloat16(b),
+    (((1,), (0,)), ((), ())),
+    preferred_element_type=jnp.float32,
+  ),
+  "complex64": lambda a, b: (a + 1j * b) @ (b + 1j * a),
+  "integers": lambda a, b: jnp.int32(9 * a) @ jnp.int32(9 * b),
+  "determinant": lambda a, b: jnp.linalg.slogdet(a),
+  "least squares": lambda a, b: jnp.linalg.lstsq(a, b)[0],
+  "matrix exponential": lambda a, b: jax.scipy.linalg.expm(a),
+} | ops.MATMULS_IN_FLOAT32
+
+
+def list_matmul_dtypes(fun):
+  """The dtypes of the operands and the result of each matmul, in order."""
+  eqns = jaxprs.list_eqns(fun, X, X)
+  return [
+    [str(v.aval.dtype) for v in (*eqn.invars[:2], *eqn.outvars)]
+    for eqn in eqns
+    if eqn.primitive.name in MATMULS
+  ]
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_excluded_matmuls_run_unchanged(name):
+  fun = LEFT_ALONE[name]
+  half = ols.autocast(lambda a, b: (fun(a, b), b @ b))  # The last one is cast.
+  *others, last = list_matmul_dtypes(half)
+  assert others == list_matmul_dtypes(fun)
+  assert last == ["float16"] * 3
+
+
+@pytest.mark.parametrize("name", ops.RUN_IN_FLOAT16)
+def test_an_op_with_a_matmul_runs_in_float16(name):
+  found = list_matmul_dtypes(ols.autocast(ops.RUN_IN_FLOAT16[name]))
+  assert found and all(dtypes == ["float16"] * 3 for dtypes in found)
+
+
+@pytest.mark.parametrize("name", [*ops.DATA_MOVEMENT, *ops.EXCHANGES])
+def test_an_op_that_moves_entries_follows_its_input(name):
+  move = (ops.DATA_MOVEMENT | ops.EXCHANGES)[name]
+  wrap = ops.on_devices if name in ops.EXCHANGES else lambda fun: fun
+  as_written = jaxprs.list_eqns(wrap(lambda x, w: move(x)), X, X)
+  if name not in {eqn.primitive.name for eqn in as_written}:
+    pytest.skip("With its upgrade flags JAX has another primitive for it.")
+  after = wrap(lambda x, w: move(x @ w))
+  assert name in jaxprs.list_half_primitives(ols.autocast(after), X, X)
+  before = wrap(lambda x, w: (move(x), x @ w))
+  assert name not in jaxprs.list_half_primitives(ols.autocast(before), X, X)
+
+
+# Operations that do more than move data, besides those of the page. The
+# transposes of some are sums, or become sums under an outer `vmap`.
+STAYS = ops.RUN_IN_FLOAT32 | {
+  "dynamic update": lambda h: lax.dynamic_update_slice(h, h + 1, (1, 0)),
+  "negate": lambda h: -h,
+  "with other numbers": lambda h: lax.optimization_barrier((h, 1e-9 * h)),
+}
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_an_op_that_computes_stays_in_float32(name):
+  half = ols.autocast(ops.on_devices(lambda x, w: STAYS[name](x @ w)))
+  found = jaxprs.list_half_primitives(half, X, X)
+  allowed = {"convert_element_type", "reshape", "slice", "squeeze", "transpose"}
+  assert "dot_general" in found and found <= {"dot_general", *allowed}
+
+
+@pytest.mark.parametrize("name", ops.LEFT_UNCHANGED)
+def test_autocast_warns_of_a_call_that_it_leaves_unchanged(name):
+  with pytest.warns(UserWarning, match="^autocast left .* unchanged"):
+    jax.make_jaxpr(ols.autocast(ops.LEFT_UNCHANGED[name]))(X, X)
