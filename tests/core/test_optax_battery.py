@@ -39,10 +39,6 @@ FACTORIES = optimizers.get_all_factories()
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
 
 each_optimizer = pytest.mark.parametrize("name", FACTORIES)
-# Gradients of each example cannot be accumulated, as Optax says.
-each_that_accumulates = pytest.mark.parametrize(
-  "name", [name for name in FACTORIES if not name.endswith(".dpsgd")]
-)
 
 
 @pytest.mark.slow
@@ -85,26 +81,17 @@ def test_the_state_maps_over_params(name):
   assert_same_bits(optax.tree.map_params(tx, lambda x: x, state), state)
 
 
-@each_optimizer
-@pytest.mark.parametrize(
-  "dtype", mark_slow_params(["float16"], ["float16", "bfloat16", "float64"])
-)
-def test_types_are_stable_in_each_dtype(name, dtype):
-  with jax.enable_x64(dtype == "float64"):
-    check_types(name, make_wrapped(name), jnp.dtype(dtype))
+def wrap_plainly(name):
+  return make_wrapped(name)
 
 
-@pytest.mark.slow
-@each_optimizer
-def test_types_are_stable_with_hyperparams_injected_inside(name):
+def inject_inside(name):
   factory, kwargs = FACTORIES[name]
-  inner = optax.inject_hyperparams(factory, list_static_args(factory))(**kwargs)
-  check_types(name, ols.with_loss_scaling(inner))
+  inject = optax.inject_hyperparams(factory, list_static_args(factory))
+  return ols.with_loss_scaling(inject(**kwargs))
 
 
-@pytest.mark.slow
-@each_optimizer
-def test_types_are_stable_with_hyperparams_injected_outside(name):
+def inject_outside(name):
   factory, kwargs = FACTORIES[name]
 
   @functools.wraps(factory)
@@ -112,14 +99,35 @@ def test_types_are_stable_with_hyperparams_injected_outside(name):
     return ols.with_loss_scaling(factory(*args, **kwargs))
 
   static = list_static_args(factory)
-  check_types(name, optax.inject_hyperparams(wrapped_factory, static)(**kwargs))
+  return optax.inject_hyperparams(wrapped_factory, static)(**kwargs)
 
 
-@pytest.mark.slow  # Quick ones of MultiSteps are in test_wrapper.py.
-@each_that_accumulates
-def test_types_are_stable_with_multi_steps_inside(name):
+def accumulate_inside(name):
   multi_steps = optax.MultiSteps(make(name), every_k_schedule=2)
-  check_types(name, ols.with_loss_scaling(multi_steps))
+  return ols.with_loss_scaling(multi_steps)
+
+
+# How an optimizer is wrapped, and the dtype of the params.
+WRAPPINGS = [
+  *((wrap_plainly, x) for x in ("float16", "bfloat16", "float64")),
+  (inject_inside, "float32"),
+  (inject_outside, "float32"),
+  (accumulate_inside, "float32"),
+]
+
+
+@each_optimizer
+@pytest.mark.parametrize(
+  "wrapping",
+  mark_slow_params(WRAPPINGS[:1], WRAPPINGS),
+  ids=lambda x: f"{x[0].__name__} in {x[1]}",
+)
+def test_types_are_stable(name, wrapping):
+  make_tx, dtype = wrapping
+  if make_tx is accumulate_inside and name.endswith(".dpsgd"):
+    return  # Gradients of each example cannot be accumulated, as Optax says.
+  with jax.enable_x64(dtype == "float64"):
+    check_types(name, make_tx(name), jnp.dtype(dtype))
 
 
 def make(name):

@@ -162,22 +162,6 @@ def test_update_unscales_float64_as_exactly_as_unscale_grads(case):
     np.testing.assert_allclose(updates, expected * clip, rtol=rtol, atol=0)
 
 
-FINITE = {
-  "float32": [1e20, 1e30, -1e30, 1e-45, 0.0],
-  "float16": [65504, 6e-8, -0.0],
-  "bfloat16": [3e38, 1e30],
-  "float8_e4m3fn": [448],
-}
-
-
-@pytest.mark.parametrize("dtype", mark_slow_params(["float32"], FINITE))
-def test_finite_gradients_are_never_treated_as_an_overflow(dtype):
-  for fill in FINITE[dtype]:
-    grads = np.full(1_000_000, fill, dtype)
-    _, state = jax.jit(SGD.update)(grads, SGD.init(grads))
-    assert state.loss_scale_state.last_finite, fill
-
-
 # Gradients that stay finite when they are unscaled, and ones that do not.
 UNSCALED_TO_INF = [
   (jnp.float32, 2.0**-80, 1e14, 1e15),
@@ -297,16 +281,15 @@ def test_a_number_passed_as_grads_finite_counts_by_its_truth_value(
       assert state.loss_scale_state.last_finite == expected, flag
 
 
-# jit itself refuses or rounds these, if they are its arguments.
-EXTREMES = [2**40, -(2**2000), np.int64(2**40), np.float64(1e-300), 1e300]
-
-
-@pytest.mark.parametrize("flag", EXTREMES, ids=lambda x: f"{x!s:.9}")
-def test_a_number_that_int32_or_float32_cannot_hold_is_a_true_flag(flag):
+def test_a_number_that_int32_or_float32_cannot_hold_is_a_true_flag():
+  """Jit itself refuses or rounds these, if they are its arguments."""
+  flags = [2**40, -(2**2000), np.int64(2**40), np.float64(1e-300), 1e300]
   w = np.ones(2, np.float32)
-  update = functools.partial(SGD.update, grads_finite=flag)
-  for step in (update, jax.jit(update)):
-    _, state = step(w, SGD.init(w), w)
+
+  def update_with_each(state):
+    return [SGD.update(w, state, w, grads_finite=flag)[1] for flag in flags]
+
+  for state in jax.jit(update_with_each)(SGD.init(w)):
     assert state.loss_scale_state.last_finite
 
 
@@ -364,39 +347,32 @@ def test_the_policy_sees_the_larger_of_grads_amax_and_the_gradients(jit):
     assert after.loss_scale_state.policy_state == seen
 
 
+LARGEST = float(jnp.finfo(jnp.float32).max)
+
+
 @pytest.mark.parametrize(
   "amax, seen",
-  [(2**40, 2.0**40), (np.int64(-(2**40)), 2.0**40), (1e-300, 2.0), (-INF, INF)],
+  [
+    *((2**40, 2.0**40), (np.int64(-(2**40)), 2.0**40), (1e-300, 2.0)),
+    # As a gradient in float64, these are finite.
+    *((2**2000, LARGEST), (np.float64(1e300), LARGEST), (-INF, INF)),
+  ],
+  ids=lambda x: f"{x!s:.9}",
 )
-def test_a_grads_amax_beyond_int32_or_below_float32_counts_by_its_size(
-  amax, seen
-):
-  state = AMAX_RECORDER.init(1.0)
+def test_a_grads_amax_beyond_int32_or_float32_counts_by_its_size(amax, seen):
+  state = AMAX_RECORDER.init(np.float32(1))
   update = functools.partial(AMAX_RECORDER.update, grads_amax=amax)
   for step in (update, jax.jit(update)):
     _, after = step(np.float32(2), state, np.float32(1))
     assert after.loss_scale_state.policy_state == seen
 
 
-@pytest.mark.parametrize(
-  "amax", [2**2000, 1e300, np.float64(1e300)], ids=lambda x: f"{x!s:.9}"
-)
-def test_a_grads_amax_above_float32_is_clipped_to_the_largest_float32(amax):
-  """As a gradient in float64 is, which is finite."""
-  state = AMAX_RECORDER.init(1.0)
-  _, after = AMAX_RECORDER.update(1.0, state, 1.0, grads_amax=amax)
-  largest = float(jnp.finfo(jnp.float32).max)
-  assert after.loss_scale_state.policy_state == largest
-
-
-@pytest.mark.parametrize("value", [1e300, -1e300, 1j * 1e300])
-def test_a_float64_gradient_above_float32_counts_as_the_largest_float32(value):
+def test_a_float64_gradient_above_float32_counts_as_the_largest_float32():
   with jax.enable_x64():
-    w = np.full(3, value)
+    w = [np.full(3, x) for x in (-1e300, 1j * 1e300)]
     _, after = jax.jit(AMAX_RECORDER.update)(w, AMAX_RECORDER.init(w), w)
     assert after.loss_scale_state.last_finite
-    largest = float(jnp.finfo(jnp.float32).max)
-    assert after.loss_scale_state.policy_state == largest
+    assert after.loss_scale_state.policy_state == LARGEST
 
 
 class AmaxRecorder:
@@ -530,21 +506,6 @@ def test_no_inner_optimizer_ever_sees_a_nan():
   assert (seen[0] == 0).all()
 
 
-def test_nothing_raises_or_applies_a_nan_however_long_it_lasts():
-  """optax.apply_if_finite gives in after `max_consecutive_errors`."""
-  w = np.ones(2, np.float32)
-
-  def step(carry, _):
-    w, state = carry
-    w, _, state = _apply(w, *SGD.update(w * NAN, state, w))
-    return (w, state), None
-
-  (new, state), _ = jax.lax.scan(step, (w, SGD.init(w)), length=1000)
-  assert has_same_bits(new, w)
-  state = state.loss_scale_state
-  assert (state.loss_scale, state.notfinite_count) == (1.0, 1000)
-
-
 # The order of things.
 
 
@@ -561,20 +522,6 @@ def test_one_bad_micro_batch_costs_one_micro_batch_around_multi_steps():
       params, _, state = make_step(tx)(grads, state, params)
     assert params.tolist() == [-2.0, -2.0]
     assert state.inner_state.gradient_step == 1
-
-
-def test_inside_multi_steps_one_nan_corrupts_the_accumulator_permanently():
-  """Optax's MultiSteps multiplies the accumulator by zero: wrap it instead."""
-  tx = optax.MultiSteps(ols.with_loss_scaling(optax.sgd(1.0)), 2)
-  params = np.zeros(2, np.float32)
-  state = tx.init(params)
-  step = jax.jit(tx.update)
-  for factor in (1.0, NAN, 1.0, 1.0, 1.0, 1.0):
-    grads = np.full(2, factor, np.float32)
-    updates, state = step(grads, state, params)
-    params = optax.apply_updates(params, updates)
-  assert params.tolist() == [0.0, 0.0]
-  assert not ols.all_finite(state.acc_grads)
 
 
 def test_a_scale_inside_multi_steps_warns():
@@ -610,6 +557,14 @@ def test_max_norm_clips_as_optax_does(grads_are_scaled, max_norm):
     np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+def test_max_norm_keeps_zeros():
+  tx = ols.with_loss_scaling(optax.sgd(1.0), max_norm=1.0)
+  w = np.zeros(3, np.float32)
+  new, _, state = make_step(tx)(w, tx.init(w), w)
+  assert state.loss_scale_state.last_finite
+  assert not new.any()
+
+
 def test_max_norm_clips_float16_and_complex_gradients_by_their_true_norm():
   grads = {
     "a": np.full(10_000, 300.0, np.float16),
@@ -619,18 +574,6 @@ def test_max_norm_clips_float16_and_complex_gradients_by_their_true_norm():
   updates = jax.jit(tx.update)(grads, tx.init(grads))[0]
   norm = np.sqrt(sum(np.sum(np.abs(x) ** 2) for x in updates.values()))
   np.testing.assert_allclose(norm, 1.0, rtol=1e-4)
-
-
-def test_max_norm_skips_a_nonfinite_gradient_and_keeps_zeros():
-  tx = ols.with_loss_scaling(optax.sgd(1.0), max_norm=1.0)
-  w = np.ones(3, np.float32)
-  for bad in (NAN, INF):
-    new, _, state = make_step(tx)(np.float32([1.0, bad, 1.0]), tx.init(w), w)
-    assert has_same_bits(new, w)
-    assert not state.loss_scale_state.last_finite
-  new, _, state = make_step(tx)(w * 0, tx.init(w), w)
-  assert state.loss_scale_state.last_finite
-  assert ols.all_finite(new)
 
 
 def test_loss_scale_takes_a_policy_a_string_or_a_number():
