@@ -163,7 +163,7 @@ def test_the_gradient_uses_the_scale_at_the_time_of_the_call():
     return x
 
   watch.defvjp(lambda x: (x, None), lambda _, g: (seen.append(g.item()) or g,))
-  loss_fn = lambda model: watch(jnp.sum(model(jnp.ones((1, 2)))))
+  loss_fn = lambda model: watch(jnp.sum(model(np.ones((1, 2), np.float32))))
   grad_fn = ols.grad(loss_fn, optimizer, using=nnx.value_and_grad)
   grads = grad_fn(model)
   optimizer.update(model, jax.tree.map(lambda g: g * jnp.inf, grads))

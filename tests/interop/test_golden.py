@@ -276,12 +276,32 @@ def test_amp_continues_from_its_state_dict_like_the_simulated_rule(rule):
     assert run_policy(policy, state, steps[half:]) == trace[half:]
 
 
+def read_kernel(window, hysteresis, scale, growth, tracker):
+  return interop.from_apex(
+    {
+      "current_scale": np.array([scale], np.float32),
+      "growth_tracker": np.array([growth], np.int32),
+      "hysteresis_tracker": np.array([tracker], np.int32),
+    },
+    **samples.KERNEL_SETTINGS
+    | {"growth_interval": window, "hysteresis": hysteresis},
+  )
+
+
+def read_nemo(window, hysteresis, scale, growth, tracker):
+  saved = {"scale": scale, "_growth_tracker": growth}
+  tensor = np.array([tracker], np.int32)
+  settings = {**samples.TORCH, "growth_interval": window}
+  return interop.from_torch(
+    {**settings, **saved, "_hysteresis_tracker": tensor}, hysteresis=hysteresis
+  )
+
+
+@pytest.mark.parametrize("read", [read_kernel, read_nemo])
 @pytest.mark.parametrize("window, hysteresis", [(3, 1), (2, 2), (4, 3)])
-def test_the_hysteresis_kernel_continues_like_the_simulated_rule(
-  window, hysteresis
+def test_a_scaler_with_a_hysteresis_tracker_continues_like_the_simulated_rule(
+  read, window, hysteresis
 ):
-  rule = {"growth_interval": window, "hysteresis": hysteresis}
-  settings = {**samples.KERNEL_SETTINGS, **rule}
   for steps in draw_strings(window, hysteresis):
     start = {"scale": 2.0**16, "tracker": hysteresis}
     trace = list(
@@ -289,37 +309,9 @@ def test_the_hysteresis_kernel_continues_like_the_simulated_rule(
     )
     states = [(2.0**16, 0, hysteresis), *trace]
     for half in (0, len(steps) // 2, len(steps) - 2):
-      scale, growth, tracker = states[half]
-      policy, state = interop.from_apex(
-        {
-          "current_scale": np.array([scale], np.float32),
-          "growth_tracker": np.array([growth], np.int32),
-          "hysteresis_tracker": np.array([tracker], np.int32),
-        },
-        **settings,
-      )
+      policy, state = read(window, hysteresis, *states[half])
       expected = [(scale, growth) for scale, growth, _ in trace[half:]]
       assert run_policy(policy, state, steps[half:]) == expected
-
-
-@pytest.mark.parametrize("window, hysteresis", [(3, 1), (2, 2), (4, 3)])
-def test_the_nemo_scaler_continues_like_the_kernel(window, hysteresis):
-  settings = {**samples.TORCH, "growth_interval": window}
-  for steps in draw_strings(window, hysteresis):
-    start = {"scale": 2.0**16, "tracker": hysteresis}
-    trace = list(
-      simulate_kernel(steps, window=window, hysteresis=hysteresis, **start)
-    )
-    half = len(steps) // 2
-    scale, growth, tracker = trace[half - 1]
-    saved = {"scale": scale, "_growth_tracker": growth}
-    tensor = np.array([tracker], np.int32)
-    policy, state = interop.from_torch(
-      {**settings, **saved, "_hysteresis_tracker": tensor},
-      hysteresis=hysteresis,
-    )
-    expected = [(scale, growth) for scale, growth, _ in trace[half:]]
-    assert run_policy(policy, state, steps[half:]) == expected
 
 
 def test_factors_other_than_powers_of_two_may_differ_in_the_last_bit():

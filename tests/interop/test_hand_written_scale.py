@@ -96,7 +96,3 @@ def test_both_loops_move_the_scale_skip_and_learn_alike():
     assert ols.get_loss_scale_state(wrapped).loss_scale == bare["scale"]
     np.testing.assert_allclose(loss, bare_loss, rtol=1e-5)
   assert bare["opt"].total_notfinite == 6
-
-
-def test_the_state_of_the_policy_serves_before_there_is_one_of_the_optimizer():
-  assert ols.scale_loss(jnp.float32(1), POLICY.init()) == 1e4

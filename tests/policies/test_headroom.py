@@ -349,16 +349,6 @@ def test_failed_searches_become_rare_until_consecutive_gradients_arrive():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("divided_by", range(4, 13))
-def test_gradients_that_were_divided_later_cost_few_steps(divided_by):
-  calm, _ = simulation.make_calm(np.random.default_rng(0), 400)
-  _, finite, _ = simulation.simulate_runs(POLICY, calm + 9.5, divided_by)
-  skips = (~finite).cumsum(axis=1)
-  assert skips[:, 39].mean() <= 6
-  assert skips[:, -1].mean() <= 8
-
-
-@pytest.mark.slow
 def test_headroom_loses_hardly_more_informative_steps_than_dynamic():
   processes = simulation.make_processes(12_000)
   lost = {}
