@@ -34,16 +34,6 @@ LEFT_ALONE = {
   "a convolution with one result": lambda a, b: lax.conv(
     a[None, None], b[None, None], (1, 1), "VALID"
   ),
-  "bfloat16": lambda a, b: jnp.bfloat16(a) @ jnp.bfloat16(b),
-  "float16 in, float32 out": lambda a, b: jnp.matmul(
-    jnp.float16(a), jnp.float16(b), preferred_element_type=jnp.float32
-  ),
-  "float32 and bfloat16": lambda a, b: lax.dot_general(
-    a,
-    jnp.bfloat16(b),
-    (((1,), (0,)), ((), ())),
-    preferred_element_type=jnp.float32,
-  ),
   "complex64": lambda a, b: (a + 1j * b) @ (b + 1j * a),
   "integers": lambda a, b: jnp.int32(9 * a) @ jnp.int32(9 * b),
   "determinant": lambda a, b: jnp.linalg.slogdet(a),
@@ -69,6 +59,42 @@ def test_excluded_matmuls_run_unchanged(name):
   *others, last = list_matmul_dtypes(half)
   assert others == list_matmul_dtypes(fun)
   assert last == ["float16"] * 3
+
+
+# Of a matmul: the dtypes of its operands and its result, the dtype of autocast,
+# and the dtypes after it.
+F32, F16, BF16 = "float32", "float16", "bfloat16"
+CASTS = [
+  ((F32, F32, F32), F16, (F16, F16, F16)),
+  ((F32, F32, F32), BF16, (BF16, BF16, BF16)),
+  ((F32, F32, F32), jnp.bfloat16, (BF16, BF16, BF16)),
+  ((F32, F16, F32), F16, (F16, F16, F16)),
+  ((F16, F32, F32), F16, (F16, F16, F16)),
+  ((BF16, F32, F32), BF16, (BF16, BF16, BF16)),
+  # In half precision already, or in the other one.
+  ((F16, F16, F16), F16, (F16, F16, F16)),
+  ((F16, F16, F32), F16, (F16, F16, F32)),
+  ((F16, F16, F32), BF16, (F16, F16, F32)),
+  ((BF16, BF16, BF16), F16, (BF16, BF16, BF16)),
+  ((F32, BF16, F32), F16, (F32, BF16, F32)),
+  ((F16, F32, F32), BF16, (F16, F32, F32)),
+  ((F32, F16, F16), F16, (F32, F16, F16)),
+]
+
+
+@pytest.mark.parametrize(("before", "dtype", "after"), CASTS)
+def test_only_float32_next_to_float32_or_the_same_half_is_cast(
+  before, dtype, after
+):
+  first, second, result = before
+
+  def fun(a, b):
+    a, b = a.astype(first), b.astype(second)
+    matmul = jnp.matmul(a, b, preferred_element_type=result)
+    return matmul, X @ X  # So that something is cast.
+
+  found, _ = list_matmul_dtypes(ols.autocast(fun, dtype))
+  assert found == list(after)
 
 
 @pytest.mark.parametrize("name", ops.RUN_IN_FLOAT16)
@@ -107,7 +133,22 @@ def test_an_op_that_computes_stays_in_float32(name):
   assert "dot_general" in found and found <= {"dot_general", *allowed}
 
 
+# The primitives of the calls that autocast does not enter.
+OPAQUE = {
+  "pl.pallas_call": "pallas_call",
+  "jax.export": "call_exported",
+  "custom_vmap": "custom_vmap_call",
+  "linear_call": "linear_call",
+  "lax.custom_linear_solve": "custom_linear_solve",
+}
+
+
 @pytest.mark.parametrize("name", ops.LEFT_UNCHANGED)
 def test_autocast_warns_of_a_call_that_it_leaves_unchanged(name):
-  with pytest.warns(UserWarning, match="^autocast left .* unchanged"):
-    jax.make_jaxpr(ols.autocast(ops.LEFT_UNCHANGED[name]))(X, X)
+  fun = ops.LEFT_UNCHANGED[name]
+  half = ols.autocast(lambda a, b: fun(a, b) + a @ b)
+  line = r"at (test|autocast)_ops\.py:\d+ \(\S+\) unchanged"
+  message = f"^autocast left {OPAQUE[name]} {line}.*float32 instead of float16"
+  with pytest.warns(UserWarning, match=message):
+    dtypes = list_matmul_dtypes(half)
+  assert dtypes[-1] == ["float16"] * 3
