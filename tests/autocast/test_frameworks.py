@@ -1,6 +1,5 @@
-"""`autocast` on models of Flax and Equinox that know nothing of float16."""
+"""`autocast` on models of Flax and Haiku that know nothing of float16."""
 
-import equinox as eqx
 import flax
 from flax import nnx
 import flax.linen as nn
@@ -168,13 +167,11 @@ def test_a_region_of_a_haiku_transform_may_be_cast():
 
 
 class LinenModel(nn.Module):
-  """With statistics, random numbers and a part that stays in float32."""
+  """With parts that stay in float32."""
 
   @nn.compact
-  def __call__(self, x, train):
-    x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
-    x = nn.Dropout(0.5, deterministic=not train)(nn.relu(x))
-    return Kept()(ols.keep_float32(nn.Dense(4))(x))
+  def __call__(self, x):
+    return Kept()(ols.keep_float32(nn.Dense(4))(nn.Dense(8)(x)))
 
 
 class Kept(nn.Module):
@@ -186,60 +183,10 @@ class Kept(nn.Module):
     return nn.Dense(1)(x)
 
 
-@pytest.mark.slow
-def test_a_linen_model_has_its_gradients_and_its_statistics():
+def test_layers_and_methods_of_linen_may_be_kept():
   model = LinenModel()
-  variables = model.init(jax.random.key(0), X, train=False)
-
-  def loss_fn(params):
-    out, changed = model.apply(
-      {**variables, "params": params},
-      X,
-      train=True,
-      mutable=["batch_stats"],
-      rngs={"dropout": jax.random.key(1)},
-    )
-    return jnp.mean(out**2), changed
-
-  half = ols.autocast(loss_fn)
-  params = variables["params"]
-  counts = jaxprs.count_matmuls_by_dtype(half, params)
-  assert counts == {"float16": 1, "float32": 2}
-  actual, expected = (
-    jax.jit(jax.value_and_grad(fun, has_aux=True))(params)
-    for fun in (half, loss_fn)
+  params = jax.eval_shape(model.init, jax.random.key(0), X)
+  counts = jaxprs.count_matmuls_by_dtype(
+    ols.autocast(lambda params: model.apply(params, X)), params
   )
-  assert_near(actual, expected)
-
-
-class EquinoxModel(eqx.Module):
-  """With state, which breaks a model that is cast by hand."""
-
-  linear: eqx.nn.Linear
-  norm: eqx.nn.BatchNorm
-  name: str
-
-  def __init__(self, key):
-    self.linear = eqx.nn.Linear(8, 8, key=key)
-    self.norm = eqx.nn.BatchNorm(8, axis_name="batch", mode="batch")
-    self.name = "equinox"
-
-  def __call__(self, x, state):
-    return self.norm(self.linear(x), state)
-
-
-@pytest.mark.slow
-def test_an_equinox_model_has_its_gradients_and_its_state():
-  model, state = eqx.nn.make_with_state(EquinoxModel)(jax.random.key(0))
-
-  def loss_fn(model, state):
-    axes = {"in_axes": (0, None), "out_axes": (0, None)}
-    out, state = jax.vmap(model, axis_name="batch", **axes)(X, state)
-    return jnp.mean((out - X) ** 2), state
-
-  def outcome(fun):
-    gradient = eqx.filter_value_and_grad(fun, has_aux=True)
-    (loss, after), grads = eqx.filter_jit(gradient)(model, state)
-    return loss, jax.tree.leaves(after), grads
-
-  assert_near(outcome(ols.autocast(loss_fn)), outcome(loss_fn))
+  assert counts == {"float16": 1, "float32": 2}

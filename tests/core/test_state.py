@@ -81,39 +81,32 @@ def test_shapes_in_an_inner_state_stay_shapes():
 
 @pytest.mark.parametrize("x64", [False, True])
 def test_the_scale_is_float32_in_every_mode(x64):
-  with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):
-    params = {"w": jnp.ones(3, jnp.float64 if x64 else jnp.float32)}
-    tx = ols.with_loss_scaling(optax.identity(), POLICY, max_norm=2.0)
-    state = tx.init(params)
-    before = get_types(state)
-    grads = ols.grad(lambda p: jnp.sum(p["w"] * p["w"]), state)(params)
-    assert grads["w"].dtype == params["w"].dtype
-    updates, state = jax.jit(tx.update)(grads, state, params)
-    assert get_types(state) == before
-    assert updates["w"].dtype == params["w"].dtype
-    scale_state = state.loss_scale_state
-    assert scale_state.loss_scale.dtype == jnp.float32
-    assert scale_state.finite_count.dtype == jnp.int32
-    assert scale_state.policy_state.hysteresis_remaining.dtype == jnp.int32
-    # The rest of our functions, for what strict promotion has to say.
-    scaled = ols.with_loss_scaling(
-      optax.identity(), grads_are_scaled=True, check_updates=True, max_norm=1.0
+  dtype = jnp.float64 if x64 else jnp.float32
+  leaves = {"f16": jnp.float16, "f32": jnp.float32, "bf16": jnp.bfloat16}
+
+  def step():
+    params = {"w": jnp.ones(3, dtype)}
+    tx = ols.with_loss_scaling(
+      optax.identity(), POLICY, check_updates=True, max_norm=2.0
     )
+    state = tx.init(params)
+    grads = ols.grad(lambda p: jnp.sum(p["w"] * p["w"]), state)(params)
+    updates, after = tx.update(grads, state, params)
+    # The rest of our functions, for what strict promotion has to say.
+    zoo = {name: jnp.ones((), x) for name, x in leaves.items()}
+    ols.unscale_grads(ols.scale_loss(zoo, state), state)
+    ols.all_finite([params, zoo, 1.0])
+    ols.select_if_finite(state, params, params)
+    ols.loss_scale_metrics(ols.set_loss_scale(state, 2))
+    return (params, params, state), (grads, updates, after)
 
-    @jax.eval_shape
-    def others():
-      zoo = {"f16": jnp.float16(1), "f32": jnp.float32(1)}
-      zoo |= {"bf16": jnp.bfloat16(1), "c": jnp.complex64(1)}
-      return (
-        scaled.update(grads, scaled.init(params), params),
-        ols.scale_loss(zoo, state),
-        ols.unscale_grads(zoo, state),
-        ols.all_finite([params, zoo, 1.0]),
-        ols.select_if_finite(state, params, params),
-        ols.loss_scale_metrics(ols.set_loss_scale(state, 2)),
-      )
-
-    assert others[3].dtype == bool
+  with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):
+    before, after = jax.eval_shape(step)
+  assert after == before
+  scale_state = after[-1].loss_scale_state
+  assert scale_state.loss_scale.dtype == jnp.float32
+  assert scale_state.finite_count.dtype == jnp.int32
+  assert scale_state.policy_state.hysteresis_remaining.dtype == jnp.int32
 
 
 @pytest.mark.parametrize(

@@ -94,15 +94,6 @@ def count_wire_ops(compiled):
   return Counter(name for name, _ in _find_wire_ops(compiled))
 
 
-def count_scalar_all_reduces(compiled):
-  """How many of the all-reduces carry nothing but scalars."""
-  is_scalars = lambda shapes: not re.search(r"\[\d", shapes)
-  return sum(
-    name == "all-reduce" and is_scalars(shapes)
-    for name, shapes in _find_wire_ops(compiled)
-  )
-
-
 def _find_wire_ops(compiled):
   hlo = compiled.as_text()
   assert "callback" not in hlo
