@@ -1,4 +1,4 @@
-"""Optax's wrappers inside, outside and next to the loss scaler, and loops.
+"""Optax's wrappers inside, outside and next to the loss scaler.
 
 An overflow strikes in the middle of each run.
 """
@@ -177,7 +177,7 @@ def test_optax_gets_and_sets_the_scale_and_the_learning_rate():
   assert optax.tree.get(opt_state, "loss_scale") == 8
 
 
-# Loops, and several losses.
+# A transform whose state grows.
 
 
 has_monitor = pytest.mark.skipif(

@@ -95,6 +95,7 @@ def test_the_log_has_a_row_for_each_step_and_is_drawn(logging, tmp_path):
   assert (tmp_path / "run.png").read_bytes()[1:4] == b"PNG"
 
 
+@pytest.mark.slow
 def test_the_log_reads_seldom_and_only_what_ended_long_ago(
   logging, tmp_path, monkeypatch
 ):
@@ -112,6 +113,7 @@ def test_the_log_reads_seldom_and_only_what_ended_long_ago(
   assert logging.read(tmp_path / "x.csv")["x"].tolist() == list(range(8))
 
 
+@pytest.mark.slow
 def test_a_run_of_no_step_or_one_that_breaks_off_keeps_its_log(
   logging, tmp_path
 ):
@@ -386,6 +388,7 @@ def test_float16_learns_what_float32_learns(rl_runs):
   assert rl_runs["float16"].loss_scale_state.loss_scale > 2.0**10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 4])
 def test_micro_batches_hold_each_answer_once(rl, count, monkeypatch):
   monkeypatch.setattr(rl, "MICRO_BATCHES", count)
@@ -394,6 +397,7 @@ def test_micro_batches_hold_each_answer_once(rl, count, monkeypatch):
   assert sorted(parts.ravel().tolist()) == list(range(16))
 
 
+@pytest.mark.slow
 def test_an_answer_is_rewarded_for_each_digit_that_goes_on(rl):
   texts = np.array([[rl.UP, 8, 9, 0, 1], [rl.DOWN, 1, 0, 0, 9]])
   np.testing.assert_allclose(rl.reward(texts), [1, 2 / 3], rtol=1e-6)
