@@ -12,7 +12,7 @@ import optax_lossscale as ols
 
 X = ops.X
 MATMULS = {"conv_general_dilated", "dot_general", "ragged_dot_general"}
-# Matmuls that stay as they are, besides those of the page.
+# Matmuls that autocast doesn't cast, and that the page doesn't list.
 LEFT_ALONE = {
   "an outer product of a batch": lambda a, b: a[:, :, None] @ b[:, None, :],
   "a large batch of products of vectors": lambda a, b: jnp.vecdot(
@@ -61,8 +61,8 @@ def test_excluded_matmuls_run_unchanged(name):
   assert last == ["float16"] * 3
 
 
-# Of a matmul: the dtypes of its operands and its result, the dtype of autocast,
-# and the dtypes after it.
+# The dtypes of the operands and of the result of a matmul, the dtype of
+# autocast, and the dtypes of the matmul within autocast.
 F32, F16, BF16 = "float32", "float16", "bfloat16"
 CASTS = [
   ((F32, F32, F32), F16, (F16, F16, F16)),
@@ -71,7 +71,7 @@ CASTS = [
   ((F32, F16, F32), F16, (F16, F16, F16)),
   ((F16, F32, F32), F16, (F16, F16, F16)),
   ((BF16, F32, F32), BF16, (BF16, BF16, BF16)),
-  # In half precision already, or in the other one.
+  # These matmuls are unchanged.
   ((F16, F16, F16), F16, (F16, F16, F16)),
   ((F16, F16, F32), F16, (F16, F16, F32)),
   ((F16, F16, F32), BF16, (F16, F16, F32)),
@@ -116,8 +116,8 @@ def test_an_op_that_moves_entries_follows_its_input(name):
   assert name not in jaxprs.list_half_primitives(ols.autocast(before), X, X)
 
 
-# Operations that do more than move data, besides those of the page. The
-# transposes of some are sums, or become sums under an outer `vmap`.
+# Operations that do more than move data. The page doesn't list the last three.
+# The transposes of some are sums, or become sums under an outer `vmap`.
 STAYS = ops.RUN_IN_FLOAT32 | {
   "dynamic update": lambda h: lax.dynamic_update_slice(h, h + 1, (1, 0)),
   "negate": lambda h: -h,

@@ -18,10 +18,7 @@ import pickle
 import typing
 
 from core.stored import record
-import equinox as eqx
 from flax import serialization
-from flax.training import checkpoints
-from flax.training.train_state import TrainState
 from helpers import mark_slow_params
 from helpers.bits import assert_same_bits
 import jax
@@ -266,42 +263,3 @@ def test_orbax_reads_another_layout_into_its_own_fields(other, tmp_path):
   with pytest.raises(ValueError, match=r"got .*credit.* of another policy, or"):
     TX.update(PARAMS, state, PARAMS)
   check_fixed(reset_policy_state(state), other)
-
-
-def test_equinox_reads_another_layout_into_its_own_shapes(other, tmp_path):
-  file = tmp_path / "state.eqx"
-  eqx.tree_serialise_leaves(file, other)
-  with pytest.raises(RuntimeError):
-    eqx.tree_deserialise_leaves(file, TX.init(PARAMS))
-  policy_state = (jnp.int32(0),) * 6 + (jnp.zeros(8),)
-  target = with_policy_state(TX.init(PARAMS), policy_state)
-  state = eqx.tree_deserialise_leaves(file, target)
-  with pytest.raises(ValueError, match="got 7 values without names"):
-    TX.update(PARAMS, state, PARAMS)
-  check_fixed(reset_policy_state(state), other)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("legacy", [False, True])
-def test_flax_checkpoints_do_not_mix_another_layout_with_a_fresh_state(
-  other, tmp_path, legacy
-):
-  make = lambda opt_state: TrainState(
-    step=5, apply_fn=None, params=PARAMS, tx=TX, opt_state=opt_state
-  )
-  if legacy:
-    data = serialization.to_bytes(make(other))
-    (tmp_path / "checkpoint_5").write_bytes(data)
-    with pytest.raises(ValueError, match=r"field names .* do not match"):
-      checkpoints.restore_checkpoint(tmp_path, make(TX.init(PARAMS)))
-    return
-  checkpoints.save_checkpoint(tmp_path, make(other), step=5)
-  fresh = make(TX.init(PARAMS))
-  state = checkpoints.restore_checkpoint(tmp_path, fresh).opt_state
-  # It did mix them, and we see it.
-  assert state.loss_scale_state.policy_state.failed_log2_scale == 20
-  assert state.loss_scale_state.policy_state.max_log2_scale == 15
-  grads = {"w": jnp.full(3, 2.0**-12)}
-  _, got = TX.update(grads, state, PARAMS)
-  _, expected = TX.update(grads, reset_policy_state(other), PARAMS)
-  assert_same_bits(got, expected)

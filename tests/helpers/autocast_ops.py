@@ -1,6 +1,6 @@
-"""What `autocast` does with each operation, as docs/reference lists them.
+"""The operations of docs/reference/autocast_ops.md, by what `autocast` does.
 
-A function is of two arrays of shape (4, 4), or of one, a matmul of these.
+Each function takes two arrays of shape (4, 4), or the matmul of two.
 """
 
 import jax
@@ -69,7 +69,7 @@ DATA_MOVEMENT = {
   "squeeze": lambda h: jnp.squeeze(h[:1], 0),
   "transpose": lambda h: h.T,
 }
-# Those between devices, in `shard_map`.
+# Primitives that move data between devices; they need `shard_map`.
 EXCHANGES = {
   "ppermute": lambda h: lax.ppermute(h, "data", [(0, 0)]),
   "all_to_all": lambda h: lax.all_to_all(h, "data", 0, 0, tiled=True),

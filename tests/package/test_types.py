@@ -44,6 +44,9 @@ loss, grads = ols.value_and_grad(ols.autocast(loss_fn), state)(params, x)
 grads = ols.grad(loss_fn, state, (0,))(params, x=x, weight=2.0)
 params = ols.select_if_finite(state, params, params)
 value: jax.Array = loss
+check = ols.diagnostics.check_step(loss_fn, params, x, progress=False)
+fixes: list[str] = [problem.fix for problem in check.problems]
+total_flops: int | float = check.precision.total_flops
 kept: dict[str, jax.Array] = params
 state = ols.set_loss_scale(state, 8.0)
 value = ols.autocast()(ols.keep_float32(loss_fn))(params, x)
@@ -65,69 +68,6 @@ text: str = ols.value_and_grad(loss_fn, state)(params, x)[0]  # mistake
 text = ols.select_if_finite(state, params, params)  # mistake
 with ols.autocast():  # mistake
   pass
-"""
-
-
-# A user's program that reads each field of each report.
-FIELDS = """
-from typing import Any
-
-import jax
-import optax_lossscale as ols
-from optax_lossscale import diagnostics
-
-
-def read(step: Any, params: Any, grads: Any) -> None:
-  check = diagnostics.check_step(step, params, progress=False)
-  for problem in check.problems:
-    lines: list[str] = [problem.cause, problem.fix, *problem.keep_float32]
-    scale: float | None = problem.loss_scale
-  sentences: tuple[str, ...] = (*check.passed, *check.not_checked)
-  is_sound: bool = check.is_sound
-  origin = check.overflow
-  if origin is not None:
-    text: str = origin.primitive + origin.kind + origin.name + origin.fix
-    text += origin.name_scope + origin.param_path + origin.source_line
-    text += origin.eqn_path + ", ".join(origin.warnings)
-    is_backward: bool = origin.backward or origin.in_autocast
-    others: tuple[diagnostics.Overflow, ...] = origin.other_origins
-    for operand in origin.inputs:
-      amax: float | None = operand.amax
-      all_finite: bool = operand.all_finite
-  precision = check.precision
-  fraction: float = precision.fraction / precision.total_flops
-  for flops in precision.flops:
-    fraction += flops.fraction * flops.flops
-    text = flops.operand_dtype + flops.result_dtype
-  for matmul in precision.unconverted:
-    text = matmul.primitive + matmul.dtype
-    text += matmul.name_scope + matmul.param_path + matmul.source_line
-    fraction += matmul.fraction * matmul.run_count
-  is_castable: bool = precision.can_autocast
-  sentences = precision.limitations + precision.warnings
-  comparison = check.comparison
-  if comparison is not None:
-    is_finite: bool = comparison.reference_is_finite
-    is_finite |= comparison.reference_is_zero
-    change: int = comparison.suggested_log2_scale_change
-    errors: dict[str, float] = comparison.array_errors
-    names: tuple[str, ...] = comparison.outliers + comparison.overflowing
-    names += comparison.noise_only_arrays + comparison.top_outliers(2)
-    text = comparison.dtype + comparison.target
-    names += comparison.inaccurate_arrays + comparison.amplified_arrays
-    error: float = comparison.error + comparison.underflow_fraction
-    for row in comparison.layers:
-      if row.amax is not None and row.isolated_error is not None:
-        error += row.isolated_error + row.amax
-      change += row.run_count + row.program_index + row.flops
-  report = diagnostics.gradient_report(grads)
-  for stats in (report.total, *report.leaves):
-    error = stats.amax + stats.smallest_nonzero + stats.zero_fraction
-    error += stats.underflow_fraction + stats.subnormal_fraction
-    error += stats.overflow_fraction + stats.nonfinite_fraction
-  state = ols.get_loss_scale_state(params)
-  value: jax.Array = state.loss_scale
-  policy_state: Any = state.policy_state
 """
 
 
@@ -175,13 +115,13 @@ def pyright(folder: pathlib.Path) -> set[tuple[str, int]]:
   }
 
 
-FILES = "mistakes.py", "readme.py", "fields.py"
+FILES = "mistakes.py", "readme.py"
 
 
 @pytest.mark.parametrize("checker", [mypy, pyright])
 def test_mistakes_are_found_and_programs_of_users_have_none(checker, tmp_path):
   readme = "\n".join(markdown.find_code_blocks(ROOT / "README.md"))
-  for file, text in zip(FILES, (MISTAKES, readme, FIELDS), strict=True):
+  for file, text in zip(FILES, (MISTAKES, readme), strict=True):
     (tmp_path / file).write_text(text)
   lines = enumerate(MISTAKES.splitlines(), 1)
   mistakes = {(FILES[0], i) for i, x in lines if x.endswith("# mistake")}

@@ -180,20 +180,6 @@ def test_slopes_that_underflow_are_brought_back_as_the_comment_says(wgan):
   np.testing.assert_allclose(kept, exact, rtol=0.05, atol=1e-10)
 
 
-@pytest.mark.slow
-def test_the_wgan_moves_its_points_to_the_ring(wgan):
-  keys = jax.random.split(jax.random.key(0))
-  g = wgan.init_mlp(keys[0], [4, 64, 64, 2])
-  d = wgan.init_mlp(keys[1], [2, 64, 64, 1])
-  carry = g, d, wgan.G_TX.init(g), wgan.D_TX.init(d)
-  before = wgan.mean_distance(g)
-  for step in range(750):
-    key = jax.random.fold_in(jax.random.key(1), step)
-    *carry, _ = wgan.train_step(*carry, key)
-  assert wgan.mean_distance(carry[0]) < 0.7 * before
-  assert ols.get_loss_scale_state(carry[3]).total_notfinite < 20
-
-
 def parse(name, args, monkeypatch, capsys):
   """The exit status, and what an example says of its arguments."""
   monkeypatch.setattr(sys, "argv", ["example.py", *args])
@@ -250,19 +236,6 @@ def test_the_digits_script_shows_its_progress_a_table_and_a_picture(
   assert rows["float32"][1:] == ["1.000", "0", "2**0", "0.0%", "1.0000"]
   assert rows["float16, dynamic scale"][3] == "2**15"
   assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
-
-
-@pytest.mark.slow
-def test_the_small_picture_is_of_three_runs(
-  digits, monkeypatch, tmp_path, capsys
-):
-  picture = tmp_path / "small.png"
-  args = ["digits.py", "--small", "--steps", "2", "--out", str(picture)]
-  monkeypatch.setattr(sys, "argv", args)
-  digits.main()
-  rows = capsys.readouterr().out.splitlines()[2:-1]
-  assert [row[:25].strip() for row in rows] == [*digits.FEW]
-  assert picture.read_bytes()[1:4] == b"PNG"
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ def share_of_t4():
   yield f"ViT-B/16 moves {100 * share:.0f}% of the bytes"
 
 
-# Each page, and what it has of the last run.
+# The figures of the last run, by the page that shows them.
 FIGURES = [
   (
     BENCHMARKS / "cpu" / "README.md",

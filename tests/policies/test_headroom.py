@@ -349,22 +349,6 @@ def test_failed_searches_become_rare_until_consecutive_gradients_arrive():
 
 
 @pytest.mark.slow
-def test_headroom_loses_hardly_more_informative_steps_than_dynamic():
-  processes = simulation.make_processes(12_000)
-  lost = {}
-  for policy in (POLICY, ols.DynamicLossScale()):
-    traces = simulation.simulate(policy, processes)
-    for name, process in processes.items():
-      is_lost = simulation.find_lost(process.log2_amax, traces[name])
-      median = np.median(is_lost.sum(axis=1))
-      lost.setdefault(name, []).append(median)
-  for name, (headroom, dynamic) in lost.items():
-    assert headroom <= dynamic + 10, name
-    if "every" in name or "random" in name:
-      assert headroom <= 12, name
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES, ids=range(4))
 @settings(max_examples=30)
 @given(

@@ -209,41 +209,6 @@ def test_headroom_loses_few_gradients_and_few_in_a_row(name):
   assert find_longest_rows(runs, lost).max() <= bounds.in_a_row
 
 
-@pytest.mark.parametrize(
-  "log2_init_scale",
-  mark_slow_params([15], [15, *range(-24, 61, 3)], [15, *range(-24, 61, 12)]),
-)
-def test_after_initial_bad_steps_the_scale_soon_fits_any_gradients(
-  log2_init_scale,
-):
-  policy = ols.HeadroomLossScale(init_scale=2.0**log2_init_scale)
-  bad, levels = np.meshgrid([[1], [3], [10], [32], [40]], np.arange(-36, 9, 4))
-  bad, levels = bad.reshape(-1, 1), levels.reshape(-1, 1)
-  steps = np.arange(440)
-  runs = np.where(steps < bad, NAN, levels)
-  log2_scale, finite, _ = simulation.simulate_runs(policy, runs)
-  # It is near after so many steps at most, and stays there.
-  is_later = steps >= bad + np.where(levels < -24, 15, 12)
-  assert (simulation.TOP - levels - log2_scale <= 7)[is_later].all()
-  assert finite[is_later].all()
-
-
-@pytest.mark.slow
-def test_with_nans_only_proposals_are_over_32_binades_below_the_best_scale():
-  calm = -14 + 0.5 * np.random.default_rng(0).normal(size=(4, 20_000))
-
-  def under(is_nan):
-    runs = np.where(is_nan, NAN, calm)
-    log2_scale, _, _ = simulation.simulate_runs(POLICY, runs)
-    return simulation.TOP - calm - log2_scale
-
-  for period in (2, 3, 100):  # never eight NaNs in a row, so no search
-    assert under(np.arange(20_000) % period == 0).max() < 33
-  for share, guesses in (0.4, 1 / 2200), (0.5, 1 / 400):
-    far = under(np.random.default_rng(1).random(calm.shape) < share) > 33
-    assert 0 < far.mean() < 1.5 * guesses
-
-
 # A gradient that is finite although it is, times the scale, above the top was
 # never in half precision. It shows that this scale held, and no more.
 
