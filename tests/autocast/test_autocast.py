@@ -175,9 +175,8 @@ def more_than_floats(x, w):
 all_programs = pytest.mark.parametrize("name", PROGRAMS)
 QUICK = "scan", "cond", "custom_vjp", "convolution", "more_than_floats"
 QUICK_GRADIENTS = (
-  "while_loop", "scan_of_checkpoint", "cond", "einsum", "convolution",
-  "gradient_inside", "custom_jvp", "custom_vjp_in_a_checkpoint",
-  "custom_vjp_that_asks_what_moves", "custom_jvp_that_asks_what_moves",
+  "while_loop", "scan_of_checkpoint", "cond", "custom_jvp",
+  "custom_vjp_in_a_checkpoint", "custom_vjp_that_asks_what_moves",
 )  # fmt: skip
 
 

@@ -135,6 +135,7 @@ def test_an_nnx_model_that_may_not_change_raises_an_explanatory_error():
     jax.grad(loss)(X)
 
 
+@pytest.mark.slow
 def test_variables_of_hijax_may_be_read():
   if not hasattr(flax.config, "flax_hijax_variable"):
     pytest.skip("This version of Flax has no such variables.")

@@ -221,7 +221,7 @@ def list_matmuls(fun, *args):
 
 
 @pytest.mark.parametrize("rule", [inner, again])
-@pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
+@pytest.mark.parametrize("argnums", mark_slow_params([(0, 1)], [0, 1, (0, 1)]))
 def test_all_matmuls_of_a_nested_rule_run_in_half_precision_and_have_names(
   rule, argnums
 ):

@@ -117,9 +117,7 @@ def test_a_function_with_a_rule_that_computes_is_not_a_guard():
 
 @pytest.mark.parametrize("argnums", mark_slow_params([(0, 1)], [0, 1, (0, 1)]))
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize(
-  "share", mark_slow_params(["jit", "checkpoint"], SHARED_BY)
-)
+@pytest.mark.parametrize("share", mark_slow_params(["jit"], SHARED_BY))
 @pytest.mark.parametrize(
   "rule",
   mark_slow_params([custom_rules.make_matmul_with_vjp], RULES),

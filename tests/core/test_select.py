@@ -188,6 +188,7 @@ class KeyedState(NamedTuple):
   label: Any
 
 
+@pytest.mark.slow
 def test_keys_integers_and_missing_leaves_are_selected_too():
   def update(grads, state, params):
     key, sub = jax.random.split(state.key)

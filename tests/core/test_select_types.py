@@ -63,8 +63,9 @@ def test_each_device_may_train_adam_separately_with_vma_types(jit):
       params = optax.apply_updates(params, updates)
     return params, jax.tree.map(jnp.atleast_1d, state)
 
-  batches = jnp.linspace(-1, 1, 48).reshape(3, 16).at[1, 6].set(jnp.nan)
-  params = jnp.arange(16.0)
+  batches = np.linspace(-1, 1, 48, dtype=np.float32).reshape(3, 16)
+  batches[1, 6] = np.nan
+  params = np.arange(16, dtype=np.float32)
   together = jax.jit(
     jax.shard_map(
       train,
