@@ -16,8 +16,9 @@ import operator
 from typing import Any, NamedTuple
 
 from jax.extend import core
+import jax.numpy as jnp
+import numpy as np
 
-from optax_lossscale import _arrays
 from optax_lossscale._jaxprs import (
   _avals,
   _eqns,
@@ -327,4 +328,5 @@ def _join(labels: Sequence[int], other_labels: Sequence[int]) -> list[int]:
 def is_inexact(atom: Any) -> bool:
   """Return whether a variable or literal is a float or complex array."""
   # Writes into a Ref are not followed.
-  return _arrays.is_inexact(atom.aval) and not _avals.is_ref(atom.aval)
+  dtype = getattr(atom.aval, "dtype", np.dtype(bool))
+  return jnp.issubdtype(dtype, jnp.inexact) and not _avals.is_ref(atom.aval)
