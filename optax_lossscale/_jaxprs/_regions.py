@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 import jax.numpy as jnp
-import numpy as np
 
 from optax_lossscale._jaxprs import (
   _avals,
@@ -328,5 +327,5 @@ def _join(labels: Sequence[int], other_labels: Sequence[int]) -> list[int]:
 def is_inexact(atom: Any) -> bool:
   """Return whether a variable or literal is a float or complex array."""
   # Writes into a Ref are not followed.
-  dtype = getattr(atom.aval, "dtype", np.dtype(bool))
+  dtype = getattr(atom.aval, "dtype", jnp.bool_)
   return jnp.issubdtype(dtype, jnp.inexact) and not _avals.is_ref(atom.aval)

@@ -64,8 +64,8 @@ _RAISED_SCALE = _problem.Problem(
   "The step returns a higher loss scale than update does ({scale:g} instead of"
   " {new_scale:g}): if an overflow needs a lower one, every later step is"
   " skipped.",
-  "Return the opt_state that update returns, unchanged. Bounds are"
-  " arguments of the policy: ols.DynamicLossScale(min_scale=..., max_scale=...).",
+  "Return the opt_state that update returns, unchanged. Bounds are arguments"
+  " of the policy: ols.DynamicLossScale(min_scale=..., max_scale=...).",
 )
 _UNUSED_STATE = _problem.Problem(
   "update does not use the loss-scale state among the arguments of the step, so"

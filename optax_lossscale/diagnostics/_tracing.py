@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _arrays, _checks, _flattening, _state, _tags
+from optax_lossscale import _checks, _tags
 from optax_lossscale._jaxprs import (
   _avals,
   _eqns,
@@ -27,7 +27,12 @@ from optax_lossscale._jaxprs import (
   _regions,
   _walk,
 )
-from optax_lossscale.diagnostics import _array_tests, _outputs, _progress
+from optax_lossscale.diagnostics import (
+  _array_tests,
+  _flat_call,
+  _outputs,
+  _progress,
+)
 
 
 class TracedFunction(NamedTuple):
@@ -198,107 +203,40 @@ def trace(
   """
   _check_callable(caller, fun)
   fun, args, kwargs = _unwrap_partials(fun, args, kwargs)
-  kwarg_names = sorted(kwargs)  # in the order in which JAX flattens them
-  arg_trees = [*args, *(kwargs[name] for name in kwarg_names)]
-  arg_names = [*_get_positional_names(fun, len(args)), *kwarg_names]
-  flatten = lambda trees: _flattening.flatten_named_trees(
-    list(zip(arg_names, trees, strict=True))
-  )
-  flat_args = flatten(arg_trees)
-  input_mask = list(map(_is_input, flat_args.leaves))
-  input_names = list(itertools.compress(flat_args.names, input_mask))
-  inputs = list(
-    map(_avals.read_ref, itertools.compress(flat_args.leaves, input_mask))
-  )
+  call = _flat_call.FlatCall(fun, args, kwargs, check_results)
+  inputs, input_names = call.inputs, call.input_names
   _check_inputs(caller, input_names, inputs, allow_abstract)
-  outputs: list[_outputs.Output] = []
-  scale_indices: tuple[int, ...] = ()
-  last_finite_indices: tuple[int, ...] = ()
-
-  def call_flat(fun: Callable[..., Any], *tracers: Any) -> list[Any]:
-    arrays = iter(tracers)
-    call_leaves = [
-      _as_call_leaf(leaf, next(arrays)) if _is_input(leaf) else leaf
-      for leaf in flat_args.leaves
-    ]
-    call_trees = flat_args.unflatten(call_leaves)
-    arrays_or_refs = list(itertools.compress(call_leaves, input_mask))
-    nonlocal scale_indices, last_finite_indices
-    scale_indices, last_finite_indices = _find_state_fields(
-      call_trees, arrays_or_refs
-    )
-    call_kwargs = dict(zip(kwarg_names, call_trees[len(args) :], strict=True))
-    result = fun(*call_trees[: len(args)], **call_kwargs)
-    output_pairs = _outputs.collect_float_results(result)
-    flat_after_call = flatten(call_trees)
-    if flat_after_call.structure == flat_args.structure:
-      output_pairs += _outputs.collect_changed_arguments(
-        flat_args.names, call_leaves, flat_after_call.leaves
-      )
-    if check_results:
-      output_pairs += _outputs.collect_scale_states(
-        result, call_trees, call_leaves
-      )
-    # The descriptions are Python objects, which a traced function cannot
-    # return. The list is overwritten if the function is traced a second time.
-    outputs[:] = [output for output, _ in output_pairs]
-    return [leaf for _, leaf in output_pairs]
-
-  trace_fun = lambda fun: jax.make_jaxpr(functools.partial(call_flat, fun))(
-    *inputs
-  )
+  trace_fun = lambda fun: jax.make_jaxpr(functools.partial(call, fun))(*inputs)
   closed_jaxpr = _trace_or_unwrap(caller, fun, trace_fun)
   harvest = _harvest.harvest_tagged_values(
     closed_jaxpr,
     functools.partial(_outputs.get_capture_fn, check_results),
     _outputs.is_optional_tag,
   )
+  closed_jaxpr = harvest.closed_jaxpr
   # A Ref in the arguments is copied, but one in a closure would be mutated.
-  _check_no_ref_consts(harvest.closed_jaxpr)
-  outputs += _outputs.as_outputs(harvest.tagged_values)
-  jaxpr = harvest.closed_jaxpr.jaxpr
+  _check_no_ref_consts(closed_jaxpr)
+  outputs = [*call.outputs, *_outputs.as_outputs(harvest.tagged_values)]
   regions = None
   if not allow_abstract:
-    regions = _regions.find_regions(
-      harvest.closed_jaxpr, _array_tests.is_finite
-    )
-    outputs = _outputs.describe_dependence(
-      harvest.closed_jaxpr, outputs, regions
-    )
+    regions = _regions.find_regions(closed_jaxpr, _array_tests.is_finite)
+    outputs = _outputs.describe_dependence(closed_jaxpr, outputs, regions)
   if check_results:
+    jaxpr = closed_jaxpr.jaxpr
     outputs = _outputs.distinguish_metrics(
       outputs, jaxpr.outvars, input_names, jaxpr.invars
     )
   return TracedFunction(
-    harvest.closed_jaxpr,
+    closed_jaxpr,
     inputs,
     input_names,
     outputs,
     harvest.unreached_labels,
     harvest.cond_labels,
-    scale_indices,
-    last_finite_indices,
-    _find_lowest_scale(harvest.closed_jaxpr),
+    call.scale_indices,
+    call.last_finite_indices,
+    _find_lowest_scale(closed_jaxpr),
     regions,
-  )
-
-
-def _find_state_fields(
-  call_trees: list[Any], call_leaves: list[Any]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-  """Return which inputs are loss scales, and which are ``last_finite``.
-
-  Args:
-    call_trees: the arguments of the function.
-    call_leaves: the inputs in them.
-  """
-  states = _state.find_loss_scale_states(call_trees)
-  find_indices = lambda fields: tuple(
-    i for i, x in enumerate(call_leaves) if any(x is y for y in fields)
-  )
-  return (
-    find_indices([state.loss_scale for state in states]),
-    find_indices([state.last_finite for state in states]),
   )
 
 
@@ -376,42 +314,12 @@ def _restore_attributes(caller: str, fun: Any) -> Iterator[None]:
     )
 
 
-def _get_positional_names(fun: Callable[..., Any], num_args: int) -> list[str]:
-  """Return a name for each positional argument."""
-  try:
-    parameters = list(inspect.signature(fun).parameters.values())
-  except (TypeError, ValueError):  # The signature is unknown.
-    parameters = []
-  # The enum lists POSITIONAL_ONLY and POSITIONAL_OR_KEYWORD before
-  # VAR_POSITIONAL.
-  names = [p.name for p in parameters[:num_args] if p.kind < p.VAR_POSITIONAL]
-  return names + [f"args[{i}]" for i in range(len(names), num_args)]
-
-
 def describe_unreached(locations: list[str]) -> list[str]:
   """Return sentences on gradients that could not become outputs."""
   return [
     f"gradients inside {location}: pass a single step instead"
     for location in dict.fromkeys(locations)
   ]
-
-
-def _is_input(leaf: Any) -> bool:
-  if isinstance(
-    leaf, (jax.Array, jax.ShapeDtypeStruct)
-  ) or _avals.is_ref_object(leaf):
-    return True
-  # NumPy integers may be sizes and indices, which must stay concrete.
-  is_numpy = isinstance(leaf, (np.ndarray, np.generic))
-  return is_numpy and _arrays.is_inexact(leaf)
-
-
-def _as_call_leaf(leaf: Any, array: Any) -> Any:
-  """Return an argument for the call: a new Ref instead of a Ref.
-
-  The function may write to the Ref, and must not change the caller's.
-  """
-  return jax.new_ref(array) if _avals.is_ref_object(leaf) else array
 
 
 def _check_no_ref_consts(closed_jaxpr: _eqns.ClosedJaxpr) -> None:

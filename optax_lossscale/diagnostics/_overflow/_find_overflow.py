@@ -217,15 +217,28 @@ def search_traced(
       finite_runs=runs,
       knows_scales=scaled_grads.is_known,
     )
-  origins = _disambiguate_names(traced, origins)
+  return SearchResult(
+    origin=_join_origins(traced, origins, mistakes),
+    mistakes=mistakes,
+    limitations=[],
+    runs=runs,
+    finite_runs=finite_runs,
+    knows_scales=scaled_grads.is_known,
+  )
+
+
+def _join_origins(
+  traced: _tracing.TracedFunction,
+  origins: list[_report.Overflow],
+  mistakes: list[_problem.Problem],
+) -> _report.Overflow:
+  """Return the first origin, with the others, and with warnings."""
+  first, *others = _disambiguate_names(traced, origins)
   warnings = list(map(str, mistakes))
   if _effects.has_callback_with_result(traced.closed_jaxpr.jaxpr):
     warnings.insert(0, _REPEATED_CALLBACK)
-  origin = dataclasses.replace(
-    origins[0], other_origins=tuple(origins[1:]), warnings=tuple(warnings)
-  )
-  return SearchResult(
-    origin, mistakes, [], runs, finite_runs, scaled_grads.is_known
+  return dataclasses.replace(
+    first, other_origins=tuple(others), warnings=tuple(warnings)
   )
 
 

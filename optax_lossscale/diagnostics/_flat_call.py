@@ -1,0 +1,137 @@
+"""Call a function with a list of arrays in place of its arguments.
+
+The arguments may be anything. Arrays in them become inputs, and float results
+and arrays that the function changes in its arguments become outputs.
+"""
+
+from collections.abc import Callable
+import inspect
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+
+from optax_lossscale import _arrays, _flattening, _state
+from optax_lossscale._jaxprs import _avals
+from optax_lossscale.diagnostics import _outputs
+
+
+class FlatCall:
+  """The call of a function with a list of arrays in place of its arguments.
+
+  What a call finds are Python objects, which a traced function cannot return. A
+  second call overwrites them.
+
+  Args:
+    fun: the function, for the names of its arguments.
+    args: its arguments.
+    kwargs: its keyword arguments.
+    check_results: whether to return fields of loss-scale states, too.
+
+  Attributes:
+    inputs: the arrays among the arguments.
+    input_names: their names.
+    outputs: the outputs of the last call.
+    scale_indices: the indices of the inputs that are loss scales.
+    last_finite_indices: the same for ``last_finite`` of their states.
+  """
+
+  def __init__(
+    self, fun: Callable[..., Any], args: Any, kwargs: Any, check_results: bool
+  ) -> None:
+    self._num_args, self._check_results = len(args), check_results
+    self._kwarg_names = sorted(kwargs)  # in the order in which JAX flattens
+    names = _get_positional_names(fun, len(args))
+    self._names = [*names, *self._kwarg_names]
+    arg_trees = [*args, *(kwargs[name] for name in self._kwarg_names)]
+    self._flat_args = flat_args = self._flatten(arg_trees)
+    mask = list(map(_is_input, flat_args.leaves))
+    self.input_names = list(itertools.compress(flat_args.names, mask))
+    self.inputs = list(
+      map(_avals.read_ref, itertools.compress(flat_args.leaves, mask))
+    )
+    self.outputs: list[_outputs.Output] = []
+    self.scale_indices: tuple[int, ...] = ()
+    self.last_finite_indices: tuple[int, ...] = ()
+
+  def __call__(self, fun: Callable[..., Any], *tracers: Any) -> list[Any]:
+    """Call a function, and return the arrays that become outputs."""
+    flat_args = self._flat_args
+    arrays = iter(tracers)
+    call_leaves = [
+      _as_call_leaf(leaf, next(arrays)) if _is_input(leaf) else leaf
+      for leaf in flat_args.leaves
+    ]
+    call_trees = flat_args.unflatten(call_leaves)
+    self.scale_indices, self.last_finite_indices = _find_state_fields(
+      call_trees,
+      list(itertools.compress(call_leaves, map(_is_input, flat_args.leaves))),
+    )
+    args, others = call_trees[: self._num_args], call_trees[self._num_args :]
+    result = fun(*args, **dict(zip(self._kwarg_names, others, strict=True)))
+    output_pairs = _outputs.collect_float_results(result)
+    flat_after_call = self._flatten(call_trees)
+    if flat_after_call.structure == flat_args.structure:
+      output_pairs += _outputs.collect_changed_arguments(
+        flat_args.names, call_leaves, flat_after_call.leaves
+      )
+    if self._check_results:
+      output_pairs += _outputs.collect_scale_states(
+        result, call_trees, call_leaves
+      )
+    self.outputs = [output for output, _ in output_pairs]
+    return [leaf for _, leaf in output_pairs]
+
+  def _flatten(self, trees: list[Any]) -> Any:
+    pairs = list(zip(self._names, trees, strict=True))
+    return _flattening.flatten_named_trees(pairs)
+
+
+def _find_state_fields(
+  call_trees: list[Any], call_leaves: list[Any]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+  """Return which inputs are loss scales, and which are ``last_finite``.
+
+  Args:
+    call_trees: the arguments of the function.
+    call_leaves: the inputs in them.
+  """
+  states = _state.find_loss_scale_states(call_trees)
+  find_indices = lambda fields: tuple(
+    i for i, x in enumerate(call_leaves) if any(x is y for y in fields)
+  )
+  return (
+    find_indices([state.loss_scale for state in states]),
+    find_indices([state.last_finite for state in states]),
+  )
+
+
+def _get_positional_names(fun: Callable[..., Any], num_args: int) -> list[str]:
+  """Return a name for each positional argument."""
+  try:
+    parameters = list(inspect.signature(fun).parameters.values())
+  except (TypeError, ValueError):  # The signature is unknown.
+    parameters = []
+  # The enum lists POSITIONAL_ONLY and POSITIONAL_OR_KEYWORD before
+  # VAR_POSITIONAL.
+  names = [p.name for p in parameters[:num_args] if p.kind < p.VAR_POSITIONAL]
+  return names + [f"args[{i}]" for i in range(len(names), num_args)]
+
+
+def _is_input(leaf: Any) -> bool:
+  if isinstance(
+    leaf, (jax.Array, jax.ShapeDtypeStruct)
+  ) or _avals.is_ref_object(leaf):
+    return True
+  # NumPy integers may be sizes and indices, which must stay concrete.
+  is_numpy = isinstance(leaf, (np.ndarray, np.generic))
+  return is_numpy and _arrays.is_inexact(leaf)
+
+
+def _as_call_leaf(leaf: Any, array: Any) -> Any:
+  """Return an argument for the call: a new Ref instead of a Ref.
+
+  The function may write to the Ref, and must not change the caller's.
+  """
+  return jax.new_ref(array) if _avals.is_ref_object(leaf) else array
