@@ -10,59 +10,43 @@ import pytest
 from optax_lossscale import diagnostics
 
 # The kinds that differ most.
-QUICK = (
-  "with_linen.with_train_state",
-  "accumulation.under_cond_that_updates",
-  "optimizers.ema_of_params",
-  "several_losses.dqn",
-  "losses.token_mask",
-  "devices.unchecked_shard_map",
-)
+QUICK = ("accumulation.under_cond_that_updates", "several_losses.dqn")
 
 # One or two of each module, and those with which a check was once wrong. The
 # others run at night.
 SLOW = (
-  "accumulation.scan_over_micro_batches",
   "devices.data_parallel_with_explicit_axes",
-  "devices.pmap",
   "devices.replicated_train_state",
   "dtypes.bfloat16_params",
   "dtypes.master_copies_beside_params",
   "dtypes.mixed_params",
   "losses.best_loss_that_starts_at_inf",
   "losses.gradient_penalty",
-  "losses.infinite_metric",
   "models.causal_mask_of_finfo_min",
   "models.rarely_used_rows",
+  "optimizers.ema_of_params",
   "optimizers.lookahead",
   "optimizers.partition_with_frozen_layer",
   "optimizers.restarted_moments",
   "optimizers.schedule_free",
-  "optimizers.warmup_from_zero",
-  "scaling.headroom",
-  "scaling.scaled_and_unscaled_by_hand",
   "several_losses.gan",
   "several_losses.mean_teacher",
   "transformations.debug_print",
-  "transformations.donated",
   "transformations.logging_callback",
-  "transformations.scan_over_batches",
-  "transformations.vmap_over_seeds",
   "with_equinox.train_state_module",
   "with_haiku.mlp",
   "with_keras.text_classifier",
   "with_linen.batch_stats_and_average",
   "with_nnx.biases_only",
-  "with_nnx.in_place",
 )
 
 # A part of these models is not in float16: a layer that is kept, an inner or
 # outer product of vectors, which autocast does not cast, or all, in bfloat16.
 NOT_ALL_IN_FLOAT16 = (
+  "dtypes.bfloat16",
   "dtypes.bfloat16_params",
   "scaling.float32_layer",
   "models.mixture_of_experts",
-  "losses.ctc",
   "losses.gradient_penalty",
   "losses.physics_informed",
 )
@@ -73,9 +57,6 @@ FACTS = (
   r" gradients depend",
   r"the gradients: update is in a branch that was not taken",
   r"while: only one iteration is counted",
-  r"what the step returns, since it uses a Ref",
-  r"whether the parameters change: all updates of this step are zero, as at the"
-  r" beginning of a warm-up",
 )
 
 
@@ -88,8 +69,6 @@ def is_fact(sentence):
 )
 def test_a_sound_step_has_no_problem_and_gets_no_advice(name):
   """Nor a warning, which would be an error of the test."""
-  if name == "transformations.refs" and not hasattr(jax, "new_ref"):
-    return  # There are none before.
   is_x64 = name == "dtypes.x64"
   with jax.enable_x64(True) if is_x64 else contextlib.nullcontext():
     step, args = sound_steps.make_step(name)

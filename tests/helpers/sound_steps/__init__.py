@@ -88,22 +88,46 @@ def cross_entropy_loss_fn(params, batch):
   return cross_entropy(apply_mlp(params, x), labels)
 
 
+def train(
+  tx, loss_fn, params, opt_state, *args, cast=ols.autocast, **update_kwargs
+):
+  """Return the new parameters, the new state and the loss."""
+  loss, grads = ols.value_and_grad(cast(loss_fn), opt_state)(params, *args)
+  updates, opt_state = tx.update(grads, opt_state, params, **update_kwargs)
+  return optax.apply_updates(params, updates), opt_state, loss
+
+
+def train_with_aux(tx, loss_fn, params, opt_state, *args):
+  """Return the same with what the loss function computes besides the loss."""
+  (_, aux), grads = ols.value_and_grad(
+    ols.autocast(loss_fn), opt_state, has_aux=True
+  )(params, *args)
+  updates, opt_state = tx.update(grads, opt_state, params)
+  return optax.apply_updates(params, updates), opt_state, aux
+
+
 def make_train_step(
-  tx, loss_fn=mse_loss_fn, params=None, batch=None, jit=jax.jit
+  tx,
+  loss_fn=mse_loss_fn,
+  params=None,
+  batch=None,
+  jit=jax.jit,
+  cast=ols.autocast,
 ):
   """Return the step of the README with an optimizer, and its arguments."""
 
   @jit
   def train_step(params, opt_state, batch):
-    loss, grads = ols.value_and_grad(ols.autocast(loss_fn), opt_state)(
-      params, batch
-    )
-    updates, opt_state = tx.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, loss
+    return train(tx, loss_fn, params, opt_state, batch, cast=cast)
 
   params = init_mlp() if params is None else params
   batch = make_batch() if batch is None else batch
   return train_step, (params, tx.init(params), batch)
+
+
+def no_cast(loss_fn):
+  """Return a loss function as it is, in the place of ``ols.autocast``."""
+  return loss_fn
 
 
 _MODULES = (

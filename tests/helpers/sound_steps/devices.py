@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 import optax
 
 from helpers.devices import require_devices
-from helpers.sharding import make_mesh
+from helpers.sharding import infer_state_specs, make_mesh
 from helpers.sound_steps import (
   apply_mlp,
   init_mlp,
@@ -17,32 +17,24 @@ from helpers.sound_steps import (
   make_train_step,
   mse,
   mse_loss_fn,
+  train,
 )
 import optax_lossscale as ols
 
 ADAM = optax.adam(1e-2)
+TX = ols.with_loss_scaling(ADAM)
+ON_DEVICES = ols.with_loss_scaling(ADAM, axis_name="data")
 
 
 def _put(tree, mesh, *specs):
   return jax.device_put(tree, NamedSharding(mesh, P(*specs)))
 
 
-def data_parallel():
-  """Sharded ``jit`` over a mesh with Auto axes."""
-  mesh = make_mesh((4,), ("data",))
-  params, batch = _put(init_mlp(), mesh), _put(make_batch(), mesh, "data")
-  return make_train_step(
-    ols.with_loss_scaling(ADAM), params=params, batch=batch
-  )
-
-
 def data_parallel_with_explicit_axes():
-  """The same with a sharding in the type of each array."""
+  """The sharding is in the type of each array."""
   mesh = make_mesh((4,), ("data",), AxisType.Explicit)
   params, batch = _put(init_mlp(), mesh), _put(make_batch(), mesh, "data")
-  return make_train_step(
-    ols.with_loss_scaling(ADAM), params=params, batch=batch
-  )
+  return make_train_step(TX, params=params, batch=batch)
 
 
 def _shard_hidden(mesh, params):
@@ -66,29 +58,9 @@ def tensor_parallel():
   )
 
 
-def constrained_activations():
-  """``with_sharding_constraint`` inside of the loss."""
-  mesh = make_mesh((2, 4), ("data", "model"))
-  sharding = NamedSharding(mesh, P("data", "model"))
-
-  def loss_fn(params, batch):
-    hidden = jnp.tanh(batch[0] @ params["layer_0"]["w"])
-    hidden = lax.with_sharding_constraint(hidden, sharding)
-    return mse(hidden @ params["layer_1"]["w"], batch[1])
-
-  params = {k: {"w": x["w"]} for k, x in init_mlp().items()}
-  return make_train_step(
-    ols.with_loss_scaling(ADAM),
-    loss_fn,
-    _put(params, mesh),
-    _put(make_batch(), mesh, "data"),
-  )
-
-
 def sharded_optimizer_state():
   """Moments are split over the devices that share a replica (ZeRO)."""
   mesh = make_mesh((4,), ("data",))
-  tx = ols.with_loss_scaling(ADAM)
 
   def constrain(tree):
     split = lambda x: NamedSharding(mesh, P("data") if x.ndim else P())
@@ -96,131 +68,52 @@ def sharded_optimizer_state():
 
   @jax.jit
   def train_step(params, opt_state, batch):
-    loss, grads = ols.value_and_grad(ols.autocast(mse_loss_fn), opt_state)(
-      params, batch
-    )
-    updates, opt_state = tx.update(grads, opt_state, params)
-    params = optax.apply_updates(params, updates)
+    params, opt_state, loss = train(TX, mse_loss_fn, params, opt_state, batch)
     replicated = NamedSharding(mesh, P())
     params = lax.with_sharding_constraint(params, replicated)
     return params, constrain(opt_state), loss
 
   params = _put(init_mlp(), mesh)
-  opt_state = jax.jit(lambda params: constrain(tx.init(params)))(params)
+  opt_state = jax.jit(lambda params: constrain(TX.init(params)))(params)
   return train_step, (params, opt_state, _put(make_batch(), mesh, "data"))
 
 
-def _map_over_devices(tx, train_step, *, check_vma=True):
+def _map_over_devices(train_step, tx=ON_DEVICES, *, specs=None, **kwargs):
   """Return a step on parts of the batch, and its arguments."""
+  params = init_mlp()
+  opt_state = tx.init(params)
+  trained_specs = P(), P()
+  if specs is not None:
+    trained_specs = specs, infer_state_specs(tx, params, specs)
   step = jax.jit(
     jax.shard_map(
       train_step,
       mesh=make_mesh((4,), ("data",)),
-      in_specs=(P(), P(), P("data")),
-      out_specs=P(),
-      check_vma=check_vma,
+      in_specs=(*trained_specs, P("data")),
+      out_specs=(*trained_specs, P()),
+      **kwargs,
     )
   )
-  params = init_mlp()
-  return step, (params, tx.init(params), make_batch())
-
-
-def _make_per_device_step(axis_name, differentiate):
-  tx = ols.with_loss_scaling(ADAM, axis_name=axis_name)
-
-  def train_step(params, opt_state, batch):
-    loss, grads = differentiate(params, opt_state, batch)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    params = optax.apply_updates(params, updates)
-    return params, opt_state, lax.pmean(loss, axis_name)
-
-  return tx, train_step
-
-
-def _average_grads(params, opt_state, batch):
-  loss, grads = ols.value_and_grad(ols.autocast(mse_loss_fn), opt_state)(
-    params, batch
-  )
-  return loss, lax.pmean(grads, "data")
-
-
-def pmap():
-  require_devices(4)
-  tx, train_step = _make_per_device_step("data", _average_grads)
-  step = jax.pmap(
-    train_step,
-    axis_name="data",
-    in_axes=(None, None, 0),
-    out_axes=(None, None, None),
-  )
-  params = init_mlp()
-  batch = jax.tree.map(lambda x: x.reshape(4, 4, -1), make_batch(16))
-  return step, (params, tx.init(params), batch)
-
-
-def shard_map():
-  """JAX sums the gradients of replicated parameters."""
-
-  def differentiate(params, opt_state, batch):
-    # A part of the mean over all devices.
-    loss_fn = lambda *args: mse_loss_fn(*args) / lax.axis_size("data")
-    loss, grads = ols.value_and_grad(ols.autocast(loss_fn), opt_state)(
-      params, batch
-    )
-    return loss * lax.axis_size("data"), grads
-
-  tx, train_step = _make_per_device_step("data", differentiate)
-  return _map_over_devices(tx, train_step)
-
-
-def unchecked_shard_map():
-  """The step averages the gradients."""
-  tx, train_step = _make_per_device_step("data", _average_grads)
-  return _map_over_devices(tx, train_step, check_vma=False)
+  return step, (params, opt_state, make_batch())
 
 
 def fully_sharded():
   """Rows of the matrices are on different devices, and are gathered."""
-  specs = {
-    "layer_0": {"w": P("data"), "b": P()},
-    "layer_1": {"w": P("data"), "b": P()},
-  }
+  layer = {"w": P("data"), "b": P()}
+  specs = {"layer_0": layer, "layer_1": layer}
 
   def loss_fn(params, batch):
     gather = lambda x, spec: (
       lax.all_gather(x, "data", tiled=True) if spec else x
     )
-    params = jax.tree.map(gather, params, specs)
-    return mse_loss_fn(params, batch) / lax.axis_size("data")
+    loss = mse_loss_fn(jax.tree.map(gather, params, specs), batch)
+    return loss / lax.axis_size("data")  # JAX sums the parts.
 
-  tx = ols.with_loss_scaling(ADAM, axis_name="data")
-
-  def train_step(params, opt_state, batch):
-    loss, grads = ols.value_and_grad(ols.autocast(loss_fn), opt_state)(
-      params, batch
-    )
-    updates, opt_state = tx.update(grads, opt_state, params)
-    params = optax.apply_updates(params, updates)
+  def train_step(*args):
+    params, opt_state, loss = train(ON_DEVICES, loss_fn, *args)
     return params, opt_state, lax.psum(loss, "data")
 
-  params = init_mlp()
-  opt_state = tx.init(params)
-  state_specs = optax.tree.map_params(
-    tx,
-    lambda _, spec: spec,
-    opt_state,
-    specs,
-    transform_non_params=lambda _: P(),
-  )
-  step = jax.jit(
-    jax.shard_map(
-      train_step,
-      mesh=make_mesh((4,), ("data",)),
-      in_specs=(specs, state_specs, P("data")),
-      out_specs=(specs, state_specs, P()),
-    )
-  )
-  return step, (params, opt_state, make_batch())
+  return _map_over_devices(train_step, specs=specs)
 
 
 def half_precision_all_reduce():
@@ -243,14 +136,13 @@ def half_precision_all_reduce():
     params = optax.apply_updates(params, updates)
     return params, opt_state, lax.pmean(loss, "data")
 
-  return _map_over_devices(tx, train_step, check_vma=False)
+  return _map_over_devices(train_step, tx, check_vma=False)
 
 
 def replicated_train_state():
   """A ``TrainState`` for each device, as in Flax's examples for ``pmap``."""
-  tx = ols.with_loss_scaling(ADAM, axis_name="data")
   state = train_state.TrainState.create(
-    apply_fn=apply_mlp, params=init_mlp(), tx=tx
+    apply_fn=apply_mlp, params=init_mlp(), tx=ON_DEVICES
   )
 
   def train_step(state, batch):

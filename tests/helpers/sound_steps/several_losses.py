@@ -1,5 +1,7 @@
 """Steps with several losses, optimizers or networks."""
 
+import functools
+
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -7,12 +9,9 @@ import optax
 
 from helpers.sound_steps import (
   apply_mlp,
-  CLASSES,
-  cross_entropy,
   FEATURES,
   HIDDEN,
   init_mlp,
-  integers,
   make_batch,
   make_labeled_batch,
   make_train_step,
@@ -20,19 +19,14 @@ from helpers.sound_steps import (
   mse_loss_fn,
   normal,
   ROWS,
+  train,
 )
 import optax_lossscale as ols
 
 TX = ols.with_loss_scaling(optax.adam(1e-2))
 
 
-def _apply_update(loss_fn, params, opt_state, *args):
-  """Update parameters with a loss that is scaled by the state."""
-  loss, grads = ols.value_and_grad(ols.autocast(loss_fn), opt_state)(
-    params, *args
-  )
-  updates, opt_state = TX.update(grads, opt_state, params)
-  return optax.apply_updates(params, updates), opt_state, loss
+_train = functools.partial(train, TX)
 
 
 def gan():
@@ -50,10 +44,10 @@ def gan():
 
   @jax.jit
   def train_step(generator, critic, g_state, c_state, real, noise):
-    critic, c_state, c_loss = _apply_update(
+    critic, c_state, c_loss = _train(
       critic_loss_fn, critic, c_state, generator, real, noise
     )
-    generator, g_state, g_loss = _apply_update(
+    generator, g_state, g_loss = _train(
       generator_loss_fn, generator, g_state, critic, noise
     )
     return generator, critic, g_state, c_state, (c_loss, g_loss)
@@ -78,7 +72,7 @@ def dqn():
 
   @jax.jit
   def train_step(params, target_params, opt_state, batch):
-    params, opt_state, loss = _apply_update(
+    params, opt_state, loss = _train(
       loss_fn, params, opt_state, target_params, batch
     )
     new_target_params = optax.incremental_update(params, target_params, 0.05)
@@ -93,59 +87,6 @@ def dqn():
   is_last = jnp.arange(ROWS) == 3
   batch = state, action, normal(ROWS, seed=3), next_state, is_last
   return train_step, (params, params, TX.init(params), batch)
-
-
-def actor_and_critic():
-  """The actor ascends the value that the critic predicts."""
-
-  def critic_loss_fn(critic, batch):
-    state, action, reward = batch
-    pairs = jnp.concatenate([state, action], -1)
-    return mse(apply_mlp(critic, pairs)[:, 0], reward)
-
-  def actor_loss_fn(actor, critic, state):
-    action = jnp.tanh(apply_mlp(actor, state))
-    return -jnp.mean(apply_mlp(critic, jnp.concatenate([state, action], -1)))
-
-  @jax.jit
-  def train_step(actor, critic, actor_state, critic_state, batch):
-    critic, critic_state, critic_loss = _apply_update(
-      critic_loss_fn, critic, critic_state, batch
-    )
-    actor, actor_state, _ = _apply_update(
-      actor_loss_fn, actor, actor_state, critic, batch[0]
-    )
-    return actor, critic, actor_state, critic_state, critic_loss
-
-  actor = init_mlp((FEATURES, HIDDEN, 2))
-  critic = init_mlp((FEATURES + 2, HIDDEN, 1), seed=5)
-  state, action = normal(ROWS, FEATURES, seed=1), normal(ROWS, 2, seed=2)
-  batch = state, jnp.tanh(action), normal(ROWS, seed=3)
-  opt_states = TX.init(actor), TX.init(critic)
-  return train_step, (actor, critic, *opt_states, batch)
-
-
-def two_losses_with_one_state():
-  """Two gradients are taken apart, both of a scaled loss, and are added."""
-  tx = ols.with_loss_scaling(optax.adam(1e-2), max_norm=1.0)
-
-  def class_loss_fn(params, batch):
-    return cross_entropy(apply_mlp(params, batch[0]), batch[2])
-
-  @jax.jit
-  def train_step(params, opt_state, batch):
-    differentiate = lambda fun: ols.value_and_grad(
-      ols.autocast(fun), opt_state
-    )(params, batch)
-    loss, grads = differentiate(lambda p, batch: mse_loss_fn(p, batch[:2]))
-    _, class_grads = differentiate(class_loss_fn)
-    grads = jax.tree.map(lambda a, b: a + 0.3 * b, grads, class_grads)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, loss
-
-  params = init_mlp()
-  batch = *make_batch(), integers(CLASSES, ROWS)
-  return train_step, (params, tx.init(params), batch)
 
 
 def a_state_for_each_loss():
@@ -174,27 +115,6 @@ def a_state_for_each_loss():
   return train_step, (params, tx.init(params), scale_states, batches)
 
 
-def distillation():
-  """The teacher's logits are targets, without a gradient."""
-  teacher = init_mlp((FEATURES, 32, CLASSES), seed=7)
-
-  def loss_fn(student, teacher, batch):
-    x, labels = batch
-    soft_targets = jax.nn.softmax(apply_mlp(teacher, x) / 2)
-    logits = apply_mlp(student, x)
-    soft_loss = optax.softmax_cross_entropy(
-      logits / 2, lax.stop_gradient(soft_targets)
-    )
-    return 4 * jnp.mean(soft_loss) + cross_entropy(logits, labels)
-
-  @jax.jit
-  def train_step(student, opt_state, teacher, batch):
-    return _apply_update(loss_fn, student, opt_state, teacher, batch)
-
-  student = init_mlp()
-  return train_step, (student, TX.init(student), teacher, make_labeled_batch())
-
-
 def mean_teacher():
   """Self-supervision against an average of the student (BYOL)."""
 
@@ -208,7 +128,7 @@ def mean_teacher():
 
   @jax.jit
   def train_step(student, teacher, opt_state, views):
-    student, opt_state, loss = _apply_update(
+    student, opt_state, loss = _train(
       loss_fn, student, opt_state, teacher, views
     )
     new_teacher = optax.incremental_update(student, teacher, 0.01)
@@ -243,7 +163,7 @@ def pretrained_features():
   @jax.jit
   def train_step(head, opt_state, encoder, batch):
     features = ols.autocast(apply_mlp)(encoder, batch[0])
-    return _apply_update(mse_loss_fn, head, opt_state, (features, batch[1]))
+    return _train(mse_loss_fn, head, opt_state, (features, batch[1]))
 
   head = init_mlp()
   return train_step, (head, TX.init(head), encoder, make_batch())
@@ -259,14 +179,10 @@ def alternating_updates():
 
   @jax.jit
   def train_step(first, second, first_state, second_state, count, batch):
-    first, first_state, loss = _apply_update(
-      mse_loss_fn, first, first_state, batch
-    )
+    first, first_state, loss = _train(mse_loss_fn, first, first_state, batch)
 
     def update_second():
-      return _apply_update(
-        residual_loss_fn, second, second_state, first, batch
-      )[:2]
+      return _train(residual_loss_fn, second, second_state, first, batch)[:2]
 
     second, second_state = lax.cond(
       count % 2 == 1, update_second, lambda: (second, second_state)

@@ -1,9 +1,6 @@
 """Steps under JAX's transformations, and with its effects."""
 
-import functools
-
 import jax
-from jax import lax
 from jax.experimental import io_callback
 import jax.numpy as jnp
 import optax
@@ -16,6 +13,8 @@ from helpers.sound_steps import (
   make_train_step,
   mse,
   mse_loss_fn,
+  train,
+  train_with_aux,
 )
 import optax_lossscale as ols
 
@@ -24,20 +23,8 @@ TX = ols.with_loss_scaling(optax.adam(1e-2))
 
 def jitted_loss_only():
   """The optimizer runs outside of ``jit``."""
-  loss_fn = jax.jit(ols.autocast(mse_loss_fn))
-
-  def train_step(params, opt_state, batch):
-    loss, grads = ols.value_and_grad(loss_fn, opt_state)(params, batch)
-    updates, opt_state = TX.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, loss
-
-  params = init_mlp()
-  return train_step, (params, TX.init(params), make_batch())
-
-
-def donated():
   return make_train_step(
-    TX, jit=functools.partial(jax.jit, donate_argnums=(0, 1))
+    TX, jit=lambda step: step, cast=lambda loss: jax.jit(ols.autocast(loss))
   )
 
 
@@ -46,11 +33,9 @@ def state_in_a_dict():
 
   @jax.jit
   def train_step(state, batch):
-    loss, grads = ols.value_and_grad(
-      ols.autocast(mse_loss_fn), state["opt_state"]
-    )(state["params"], batch)
-    updates, opt_state = TX.update(grads, state["opt_state"], state["params"])
-    params = optax.apply_updates(state["params"], updates)
+    params, opt_state, loss = train(
+      TX, mse_loss_fn, state["params"], state["opt_state"], batch
+    )
     count = state["count"] + 1
     return {"params": params, "opt_state": opt_state, "count": count}, loss
 
@@ -74,51 +59,20 @@ def two_updates_per_step():
   return train_twice, (params, opt_state, [(x[:8], y[:8]), (x[8:], y[8:])])
 
 
-def vmap_over_seeds():
-  """Each seed has separate parameters and a separate loss scale."""
-  step, _ = make_train_step(TX)
-  seeds = [init_mlp(seed=10 * i) for i in range(3)]
-  params = jax.tree.map(lambda *xs: jnp.stack(xs), *seeds)
-  opt_states = jax.vmap(TX.init)(params)
-  return jax.jit(jax.vmap(step, (0, 0, None))), (
-    params,
-    opt_states,
-    make_batch(),
-  )
-
-
-def scan_over_batches():
-  """An epoch of three steps is one compiled call."""
-  step, (params, opt_state, _) = make_train_step(TX)
-
-  @jax.jit
-  def train_epoch(params, opt_state, batches):
-    def body(carry, batch):
-      params, opt_state, loss = step(*carry, batch)
-      return (params, opt_state), loss
-
-    carry, losses = lax.scan(body, (params, opt_state), batches)
-    return *carry, losses
-
-  batches = jax.tree.map(lambda x: x.reshape(3, 4, -1), make_batch(12))
-  return train_epoch, (params, opt_state, batches)
-
-
 def auxiliary_outputs():
   """Outputs and metrics come with the loss, and are not scaled."""
 
+  def loss_fn(params, batch):
+    out = apply_mlp(params, batch[0])
+    mae = jnp.mean(jnp.abs(out - batch[1]))
+    return mse(out, batch[1]), {"out": out, "mae": mae}
+
   @jax.jit
   def train_step(params, opt_state, batch):
-    def loss_fn(params):
-      out = apply_mlp(params, batch[0])
-      mae = jnp.mean(jnp.abs(out - batch[1]))
-      return mse(out, batch[1]), {"out": out, "mae": mae}
-
-    (loss, aux), grads = ols.value_and_grad(
-      ols.autocast(loss_fn), opt_state, has_aux=True
-    )(params)
-    updates, opt_state = TX.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, loss, aux["mae"]
+    params, opt_state, aux = train_with_aux(
+      TX, loss_fn, params, opt_state, batch
+    )
+    return params, opt_state, aux["mae"]
 
   params = init_mlp()
   return train_step, (params, TX.init(params), make_batch())
@@ -138,30 +92,6 @@ def checkpointed_layers():
     return mse(apply_mlp({"layer_0": params["layer_2"]}, x), batch[1])
 
   return make_train_step(TX, loss_fn, init_mlp((8, 16, 16, 4)))
-
-
-@jax.custom_vjp
-def _silu(x):
-  return x * jax.nn.sigmoid(x)
-
-
-def _silu_bwd(x, cotangent):
-  gate = jax.nn.sigmoid(x)
-  return (cotangent * (gate + x * gate * (1 - gate)),)
-
-
-_silu.defvjp(lambda x: (_silu(x), x), _silu_bwd)
-
-
-def custom_vjp_activation():
-  """A memory-saving activation, with a derivative by hand."""
-
-  def loss_fn(params, batch):
-    hidden = _silu(batch[0] @ params["layer_0"]["w"])
-    return mse(hidden @ params["layer_1"]["w"], batch[1])
-
-  params = {k: {"w": x["w"]} for k, x in init_mlp().items()}
-  return make_train_step(TX, loss_fn, params)
 
 
 @jax.custom_vjp
@@ -186,28 +116,6 @@ def custom_vjp_matmul():
   return make_train_step(TX, loss_fn, params)
 
 
-def refs():
-  """Parameters and the state of the optimizer are mutable arrays."""
-
-  @jax.jit
-  def train_step(refs, batch):
-    params, opt_state = jax.tree.map(lambda ref: ref[...], refs)
-    loss, grads = ols.value_and_grad(ols.autocast(mse_loss_fn), opt_state)(
-      params, batch
-    )
-    updates, opt_state = TX.update(grads, opt_state, params)
-    new = optax.apply_updates(params, updates), opt_state
-    for ref, value in zip(
-      jax.tree.leaves(refs), jax.tree.leaves(new), strict=True
-    ):
-      ref[...] = value
-    return loss
-
-  params = init_mlp()
-  refs = jax.tree.map(jax.new_ref, (params, TX.init(params)))
-  return train_step, (refs, make_batch())
-
-
 def debug_print():
   """The loss is printed from inside of the loss function."""
 
@@ -225,14 +133,11 @@ def logging_callback():
 
   @jax.jit
   def train_step(params, opt_state, batch):
-    loss, grads = ols.value_and_grad(ols.autocast(mse_loss_fn), opt_state)(
-      params, batch
-    )
-    updates, opt_state = TX.update(grads, opt_state, params)
+    params, opt_state, loss = train(TX, mse_loss_fn, params, opt_state, batch)
     scale = ols.get_loss_scale_state(opt_state).loss_scale
     log = lambda *values: history.append([float(x) for x in values])
     io_callback(log, None, loss, scale, ordered=True)
-    return optax.apply_updates(params, updates), opt_state, loss
+    return params, opt_state, loss
 
   params = init_mlp()
   return train_step, (params, TX.init(params), make_batch())
@@ -245,11 +150,8 @@ def random_augmentation():
   def train_step(params, opt_state, key, batch):
     key, noise_key = jax.random.split(key)
     noise = 0.1 * jax.random.normal(noise_key, batch[0].shape)
-    loss, grads = ols.value_and_grad(ols.autocast(mse_loss_fn), opt_state)(
-      params, (batch[0] + noise, batch[1])
-    )
-    updates, opt_state = TX.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, key, loss
+    batch = batch[0] + noise, batch[1]
+    return *train(TX, mse_loss_fn, params, opt_state, batch), key
 
   params = init_mlp()
   args = params, TX.init(params), jax.random.key(0), make_batch()

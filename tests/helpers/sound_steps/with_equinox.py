@@ -16,6 +16,7 @@ from helpers.sound_steps import (
   make_batch,
   mse,
   normal,
+  train,
 )
 import optax_lossscale as ols
 
@@ -28,21 +29,32 @@ def _make_mlp():
   )
 
 
-def filter_jit():
-  model = _make_mlp()
+def mse_loss_fn(model, batch):
+  return mse(jax.vmap(model)(batch[0]), batch[1])
 
-  @eqx.filter_jit
-  def train_step(model, opt_state, batch):
-    loss_fn = lambda model: mse(jax.vmap(model)(batch[0]), batch[1])
-    loss, grads = ols.value_and_grad(
-      ols.autocast(loss_fn), opt_state, using=eqx.filter_value_and_grad
-    )(model)
-    params = eqx.filter(model, eqx.is_inexact_array)
-    updates, opt_state = TX.update(grads, opt_state, params)
-    return eqx.apply_updates(model, updates), opt_state, loss
 
-  opt_state = TX.init(eqx.filter(model, eqx.is_inexact_array))
-  return train_step, (model, opt_state, make_batch())
+def _init_optimizer(model, filter_spec=eqx.is_inexact_array):
+  return TX.init(eqx.filter(model, filter_spec))
+
+
+def _train(loss_fn, model, opt_state, *args, trained=None):
+  """Update a model, or the part of it that is trained."""
+  (_, aux), grads = ols.value_and_grad(
+    ols.autocast(loss_fn),
+    opt_state,
+    using=eqx.filter_value_and_grad,
+    has_aux=True,
+  )(model if trained is None else trained, *args)
+  params = eqx.filter(model, eqx.is_inexact_array)
+  updates, opt_state = TX.update(
+    grads, opt_state, params if trained is None else trained
+  )
+  return eqx.apply_updates(model, updates), opt_state, aux
+
+
+def _with_loss(loss_fn):
+  """Return a loss function whose auxiliary output is the loss."""
+  return lambda *args: (loss_fn(*args),) * 2
 
 
 def partition_and_combine():
@@ -51,13 +63,8 @@ def partition_and_combine():
 
   @jax.jit
   def train_step(params, opt_state, batch):
-    def loss_fn(params):
-      model = eqx.combine(params, static)
-      return mse(jax.vmap(model)(batch[0]), batch[1])
-
-    loss, grads = ols.value_and_grad(ols.autocast(loss_fn), opt_state)(params)
-    updates, opt_state = TX.update(grads, opt_state, params)
-    return eqx.apply_updates(params, updates), opt_state, loss
+    loss_fn = lambda params: mse_loss_fn(eqx.combine(params, static), batch)
+    return train(TX, loss_fn, params, opt_state)
 
   return train_step, (params, TX.init(params), make_batch())
 
@@ -72,19 +79,10 @@ def frozen_backbone():
   @eqx.filter_jit
   def train_step(model, opt_state, batch):
     trained, backbone = eqx.partition(model, filter_spec)
+    loss_fn = lambda trained: mse_loss_fn(eqx.combine(trained, backbone), batch)
+    return _train(_with_loss(loss_fn), model, opt_state, trained=trained)
 
-    def loss_fn(trained):
-      model = eqx.combine(trained, backbone)
-      return mse(jax.vmap(model)(batch[0]), batch[1])
-
-    loss, grads = ols.value_and_grad(
-      ols.autocast(loss_fn), opt_state, using=eqx.filter_value_and_grad
-    )(trained)
-    updates, opt_state = TX.update(grads, opt_state, trained)
-    return eqx.apply_updates(model, updates), opt_state, loss
-
-  opt_state = TX.init(eqx.filter(model, filter_spec))
-  return train_step, (model, opt_state, make_batch())
+  return train_step, (model, _init_optimizer(model, filter_spec), make_batch())
 
 
 class TrainState(eqx.Module):
@@ -99,17 +97,12 @@ def train_state_module():
 
   @eqx.filter_jit
   def train_step(state, batch):
-    loss_fn = lambda model: mse(jax.vmap(model)(batch[0]), batch[1])
-    loss, grads = ols.value_and_grad(
-      ols.autocast(loss_fn), state.opt_state, using=eqx.filter_value_and_grad
-    )(state.model)
-    params = eqx.filter(state.model, eqx.is_inexact_array)
-    updates, opt_state = TX.update(grads, state.opt_state, params)
-    model = eqx.apply_updates(state.model, updates)
+    model, opt_state, loss = _train(
+      _with_loss(mse_loss_fn), state.model, state.opt_state, batch
+    )
     return TrainState(model, opt_state, state.step + 1), loss
 
-  opt_state = TX.init(eqx.filter(model, eqx.is_inexact_array))
-  state = TrainState(model, opt_state, jnp.int32(0))
+  state = TrainState(model, _init_optimizer(model), jnp.int32(0))
   return train_step, (state, make_batch())
 
 
@@ -133,64 +126,20 @@ def batch_norm():
   """The state of the model is an argument and a result."""
   model, model_state = eqx.nn.make_with_state(ConvNet)(jax.random.key(0))
 
+  def loss_fn(model, model_state, images, labels):
+    logits, new_state = jax.vmap(
+      model, axis_name="batch", in_axes=(0, None), out_axes=(0, None)
+    )(images, model_state)
+    return cross_entropy(logits, labels), new_state
+
   @eqx.filter_jit
   def train_step(model, model_state, opt_state, images, labels):
-    def loss_fn(model):
-      logits, new_state = jax.vmap(
-        model, axis_name="batch", in_axes=(0, None), out_axes=(0, None)
-      )(images, model_state)
-      return cross_entropy(logits, labels), new_state
-
-    (loss, new_state), grads = ols.value_and_grad(
-      ols.autocast(loss_fn),
-      opt_state,
-      using=eqx.filter_value_and_grad,
-      has_aux=True,
-    )(model)
-    params = eqx.filter(model, eqx.is_inexact_array)
-    updates, opt_state = TX.update(grads, opt_state, params)
+    model, opt_state, new_state = _train(
+      loss_fn, model, opt_state, model_state, images, labels
+    )
     new_state = ols.select_if_finite(opt_state, new_state, model_state)
-    return eqx.apply_updates(model, updates), new_state, opt_state, loss
+    return model, new_state, opt_state
 
-  opt_state = TX.init(eqx.filter(model, eqx.is_inexact_array))
   images, labels = normal(8, 1, 6, 6, seed=1), integers(CLASSES, 8)
+  opt_state = _init_optimizer(model)
   return train_step, (model, model_state, opt_state, images, labels)
-
-
-class DropoutNet(eqx.Module):
-  up: eqx.nn.Linear
-  down: eqx.nn.Linear
-  dropout: eqx.nn.Dropout
-
-  def __init__(self, key):
-    keys = jax.random.split(key)
-    self.up = eqx.nn.Linear(FEATURES, HIDDEN, key=keys[0])
-    self.down = eqx.nn.Linear(HIDDEN, CLASSES, key=keys[1])
-    self.dropout = eqx.nn.Dropout(0.3)
-
-  def __call__(self, x, key):
-    x = self.dropout(jax.nn.gelu(self.up(x)), key=key)
-    return self.down(x)
-
-
-def dropout():
-  """A key for each example, and a new key for the next step."""
-  model = DropoutNet(jax.random.key(0))
-
-  @eqx.filter_jit
-  def train_step(model, opt_state, key, batch):
-    key, step_key = jax.random.split(key)
-
-    def loss_fn(model):
-      keys = jax.random.split(step_key, len(batch[0]))
-      return mse(jax.vmap(model)(batch[0], keys), batch[1])
-
-    loss, grads = ols.value_and_grad(
-      ols.autocast(loss_fn), opt_state, using=eqx.filter_value_and_grad
-    )(model)
-    params = eqx.filter(model, eqx.is_inexact_array)
-    updates, opt_state = TX.update(grads, opt_state, params)
-    return eqx.apply_updates(model, updates), opt_state, key, loss
-
-  opt_state = TX.init(eqx.filter(model, eqx.is_inexact_array))
-  return train_step, (model, opt_state, jax.random.key(1), make_batch())

@@ -26,35 +26,6 @@ def mlp():
   return make_train_step(tx, loss_fn, params, (x, y))
 
 
-def batch_norm():
-  """The state of the model is an argument and a result."""
-
-  def apply(x):
-    x = hk.BatchNorm(True, True, 0.9)(hk.Linear(HIDDEN)(x), is_training=True)
-    return hk.Linear(CLASSES)(jax.nn.relu(x))
-
-  net = hk.without_apply_rng(hk.transform_with_state(apply))
-  tx = ols.with_loss_scaling(optax.adam(1e-2))
-
-  def loss_fn(params, model_state, batch):
-    out, model_state = net.apply(params, model_state, batch[0])
-    return mse(out, batch[1]), model_state
-
-  @jax.jit
-  def train_step(params, model_state, opt_state, batch):
-    (loss, new_state), grads = ols.value_and_grad(
-      ols.autocast(loss_fn), opt_state, has_aux=True
-    )(params, model_state, batch)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    params = optax.apply_updates(params, updates)
-    model_state = ols.select_if_finite(opt_state, new_state, model_state)
-    return params, model_state, opt_state, loss
-
-  x, y = make_batch()
-  params, model_state = jax.jit(net.init)(jax.random.key(0), x)
-  return train_step, (params, model_state, tx.init(params), (x, y))
-
-
 def lstm():
   """An LSTM that is unrolled by a scan, with gradients clipped by norm."""
 

@@ -16,6 +16,7 @@ from helpers.sound_steps import (
   integers,
   make_batch,
   mse,
+  no_cast,
   normal,
 )
 import optax_lossscale as ols
@@ -24,12 +25,6 @@ import optax_lossscale as ols
 class TrainState(train_state.TrainState):
   batch_stats: Any = None
   average: Any = None
-
-
-class Mlp(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    return nn.Dense(CLASSES)(nn.tanh(nn.Dense(HIDDEN)(x)))
 
 
 def _create_state(module, x, tx=None, **kwargs):
@@ -42,7 +37,7 @@ def _create_state(module, x, tx=None, **kwargs):
   )
 
 
-def _make_regression_step(module):
+def _make_regression_step(module, cast=ols.autocast):
   x, y = make_batch()
 
   @jax.jit
@@ -50,14 +45,10 @@ def _make_regression_step(module):
     def loss_fn(params):
       return mse(state.apply_fn({"params": params}, batch[0]), batch[1])
 
-    loss, grads = ols.value_and_grad(ols.autocast(loss_fn), state)(state.params)
+    loss, grads = ols.value_and_grad(cast(loss_fn), state)(state.params)
     return state.apply_gradients(grads=grads), loss
 
   return train_step, (_create_state(module, x), (x, y))
-
-
-def with_train_state():
-  return _make_regression_step(Mlp())
 
 
 class BatchNormNet(nn.Module):
@@ -131,18 +122,6 @@ class Block(nn.Module):
     return x + nn.tanh(nn.Dense(FEATURES)(nn.LayerNorm()(x))), None
 
 
-class RematNet(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    for _ in range(2):
-      x, _ = nn.remat(Block)()(x)
-    return nn.Dense(CLASSES)(x)
-
-
-def remat():
-  return _make_regression_step(RematNet())
-
-
 class ScannedNet(nn.Module):
   @nn.compact
   def __call__(self, x):
@@ -161,19 +140,6 @@ def scan_over_layers():
   return _make_regression_step(ScannedNet())
 
 
-class Recurrent(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    x = nn.RNN(nn.GRUCell(HIDDEN))(x)
-    return nn.Dense(CLASSES)(x[:, -1])
-
-
-def recurrent():
-  x, y = normal(4, 6, FEATURES, seed=1), normal(4, CLASSES, seed=2)
-  step, (_, _) = _make_regression_step(Mlp())
-  return step, (_create_state(Recurrent(), x), (x, y))
-
-
 class HalfNet(nn.Module):
   """Layers that compute in float16, with float32 parameters."""
 
@@ -186,14 +152,4 @@ class HalfNet(nn.Module):
 
 def layers_with_dtype():
   """Without autocast: the layers cast."""
-  x, y = make_batch()
-
-  @jax.jit
-  def train_step(state, batch):
-    def loss_fn(params):
-      return mse(state.apply_fn({"params": params}, batch[0]), batch[1])
-
-    loss, grads = ols.value_and_grad(loss_fn, state)(state.params)
-    return state.apply_gradients(grads=grads), loss
-
-  return train_step, (_create_state(HalfNet(), x), (x, y))
+  return _make_regression_step(HalfNet(), cast=no_cast)
