@@ -140,6 +140,8 @@ _MODULES = (
   "accumulation",
   "optimizers",
   "several_losses",
+  "inner_updates",
+  "kept_back",
   "losses",
   "models",
   "transformations",
