@@ -22,6 +22,7 @@ QUICK = (
   "cast to float16 after unscaling",
   "penalty after scaling",
   "mask of finite gradients",
+  "clipped gradients",
   "branch on finite gradients",
   "skipped by an argument",
   "old state",
@@ -44,10 +45,12 @@ QUICK = (
   "two networks with one state",
   "subtracted updates",
   "updates lost in float16",
+  "most updates lost",
 )
 QUICK_LOOKALIKES = (
   "capped scale",
   "cast to float16 of scaled gradients",
+  "few updates lost",
   "leaves",
   "metric of the shape of a parameter that is NaN",
   "retry with a lower scale",
