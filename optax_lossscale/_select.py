@@ -12,7 +12,7 @@ import jax
 from jax.extend import core
 
 from optax_lossscale import _arrays
-from optax_lossscale._jaxprs import _avals, _eqns, _interpret
+from optax_lossscale._jaxprs import _avals, _eqns, _segments
 
 
 def update_with_selects(
@@ -83,7 +83,7 @@ def _get_eqn_ctx_or_none() -> Any:
   select after the update is then the fallback: it is slower but always correct.
   """
   try:
-    return _interpret.get_current_eqn_ctx()
+    return _segments.get_current_eqn_ctx()
   except Exception:
     return None
 
@@ -123,7 +123,7 @@ def _run_with_selects(
     if var in old_by_var
     and _can_replace_by_select(eqn, var, old_by_var[var], finite, ctx)
   }
-  outs = _interpret.eval_with_substitutes(
+  outs = _segments.eval_with_substitutes(
     closed_jaxpr,
     {
       var: functools.partial(_arrays.select, finite, old=old)
@@ -170,7 +170,7 @@ def _can_replace_by_select(
       # the value must already vary over them.
       _avals.get_varying_axes(finite) <= _avals.get_aval_varying_axes(var.aval)
       and var.aval == jax.typeof(old)
-      and _interpret.can_substitute_result(eqn, ctx)
+      and _segments.can_substitute_result(eqn, ctx)
     )
   except Exception:
     return False

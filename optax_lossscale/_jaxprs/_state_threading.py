@@ -26,8 +26,8 @@ from optax_lossscale._jaxprs import (
   _avals,
   _eqns,
   _higher_order,
-  _interpret,
   _provenance,
+  _segments,
 )
 
 # Pytrees of arrays, by key. The keys of one program can be sorted, since the
@@ -158,7 +158,7 @@ class StateThreader(abc.ABC):
       Visit(eqn, frame, (*frame.path, index_by_eqn[id(eqn)]), used_outputs)
       for eqn, used_outputs in _eqns.live_eqns(jaxpr, frame.used_outputs)
     )
-    signatures = _interpret.find_signatures(
+    signatures = _segments.find_signatures(
       [[visit.eqn for visit in segment] for segment in segments],
       list(_eqns.drop_literals(jaxpr.outvars)),
     )

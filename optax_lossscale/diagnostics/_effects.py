@@ -32,8 +32,8 @@ def has_callback_with_result(jaxpr: core.Jaxpr) -> bool:
   return _walk.EqnSearch(is_callback, _eqns.subjaxprs).any_in_jaxpr(jaxpr)
 
 
-class PrintRemover(_state_threading.StateThreader):
-  """Evaluates a program without its prints."""
+class ReportEvaluator(_state_threading.StateThreader):
+  """Evaluates the program of a report, by default without its prints."""
 
   def __init__(self, shared: Any = ()) -> None:
     super().__init__(shared)

@@ -19,8 +19,8 @@ import numpy as np
 
 from optax_lossscale._jaxprs import (
   _eqns,
-  _interpret,
   _regions,
+  _segments,
   _state_threading,
 )
 from optax_lossscale.diagnostics import (
@@ -144,7 +144,7 @@ class InstrumentedProgram:
     indices = sorted({key[0] for key in [*self.checked, *self.measured]})
     live_vars = [var for i in indices for var in jaxpr.eqns[i].outvars]
     outvars = [jaxpr.outvars[i] for i in self.output_indices]
-    program = _interpret.replace_outvars(
+    program = _segments.replace_outvars(
       self.closed_jaxpr, [*outvars, *live_vars]
     )
     outs = instrumenter.eval_jaxpr(
@@ -170,7 +170,7 @@ class _Inputs(NamedTuple):
   has_prints: Any
 
 
-class _Instrumenter(_effects.PrintRemover):
+class _Instrumenter(_effects.ReportEvaluator):
   """Evaluates a program, and records whether its values are finite.
 
   The state has, by key: for a checked value, whether it was nonfinite, followed
@@ -227,7 +227,7 @@ class _Instrumenter(_effects.PrintRemover):
     lax.cond(self.shared.has_prints, print_fun, lambda *_: [], *inputs)
 
   def lift_const(self, value: Any, atom: _eqns.Atom) -> Any:
-    return _interpret.as_array(value, atom)
+    return _segments.as_array(value, atom)
 
   def end_iteration(
     self,

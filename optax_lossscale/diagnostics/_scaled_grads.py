@@ -95,7 +95,8 @@ def find_scaled_grads(runs: _step_runs.StepRuns) -> ScaledGrads:
     runs: the runs of the step.
   """
   traced = runs.traced
-  if not _step_runs.has_finite_grads(traced, runs.outs):
+  has_grads = bool(traced.grad_outputs)
+  if not has_grads or not _step_runs.has_finite_grads(traced, runs.outs):
     return ScaledGrads(traced.outputs, [], False)
   experiment = _Experiment(runs)
   is_scaled = {i: bool(x) for i, x in experiment.scales_by_grad.items()}

@@ -136,7 +136,7 @@ class _RunInputs(NamedTuple):
   flipped_bits: Any
 
 
-class _ReferenceEvaluator(_effects.PrintRemover):
+class _ReferenceEvaluator(_effects.ReportEvaluator):
   """Evaluates a program in float32, under a trace.
 
   The state has the statistics of the layers that are measured, and ``shared``
