@@ -140,6 +140,21 @@ def test_an_update_in_a_branch_that_is_not_taken_is_no_mistake(make):
   assert check_step(step, *args).is_sound
 
 
+def test_an_accumulator_belongs_inside_of_the_wrapper():
+  """In front of it, the gradients are zero until it has all of them."""
+  accumulate = optax.apply_every(4)
+  step, args = train_steps.make_step(
+    wrap_tx=lambda tx: optax.chain(accumulate, tx)
+  )
+  nan, zero = check_step(step, *args).problems
+  assert "grad_acc/w is NaN, and stays so" in nan.cause
+  assert nan.fix.startswith("Put it inside of the wrapper")
+  assert zero.fix.startswith("This is fine if it is meant")
+  inner = optax.chain(accumulate, optax.sgd(0.1))
+  step, args = train_steps.make_step(inner=inner)
+  assert check_step(step, *args).is_sound
+
+
 @pytest.mark.slow
 def test_the_fix_of_a_hidden_overflow_is_not_to_wait_for_a_lower_scale():
   """The bad step is applied, so its scale does not decrease."""
