@@ -323,6 +323,7 @@ def test_numbers_are_rounded_as_by_a_conversion(dtype):
   np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_an_outlier_is_named():
   def fun(w, x):
     x = layer("a", layer("b", layer("c", x, w), w), w)
@@ -667,6 +668,7 @@ def test_reports_silence_debug_prints_in_loops_and_on_devices(capfd):
   assert capfd.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_nothing_is_printed_unless_it_takes_long(capsys, monkeypatch):
   trained = ols.autocast(lambda w, x: plain(w, x) @ w)
   diagnostics.compare_precision(trained, W, X)
@@ -758,6 +760,7 @@ def record_programs(monkeypatch):
   return programs
 
 
+@pytest.mark.slow
 def test_a_search_compiles_flags_and_statistics_only_if_an_error_is_large(
   monkeypatch,
 ):

@@ -79,7 +79,7 @@ def test_marked_tests_run_on_the_accelerator_and_no_others(tmp_path):
   assert "2 passed" in run("-m", "pytest", *options, str(path))
 
 
-USAGE = quick_budget.Usage(tests=1, programs=8, operations=99, seconds=5.0)
+USAGE = quick_budget.Usage(tests=1, programs=8, operations=99, seconds=30.0)
 
 
 def test_a_quick_test_above_its_budget_is_described():
@@ -88,11 +88,13 @@ def test_a_quick_test_above_its_budget_is_described():
   message = quick_budget.describe_excess(USAGE._replace(programs=9), names)
   assert message == (
     "This quick test compiles 9 programs: 8 of step, 1 of run. The budget is 8"
-    " programs and 5.0 CPU seconds. Mark it with @pytest.mark.slow, or test the"
+    " programs and 30.0 CPU seconds. Mark it with @pytest.mark.slow, or test the"
     " function that decides on plain data: see tests/README.md."
   )
-  message = quick_budget.describe_excess(USAGE._replace(seconds=5.1), [])
-  assert message.startswith("This quick test takes 5.1 CPU seconds. The budget")
+  message = quick_budget.describe_excess(USAGE._replace(seconds=30.1), [])
+  assert message.startswith(
+    "This quick test takes 30.1 CPU seconds. The budget"
+  )
 
 
 @pytest.mark.parametrize(
