@@ -88,8 +88,8 @@ def test_a_quick_test_above_its_budget_is_described():
   message = quick_budget.describe_excess(USAGE._replace(programs=9), names)
   assert message == (
     "This quick test compiles 9 programs: 8 of step, 1 of run. The budget is 8"
-    " programs and 30.0 CPU seconds. Mark it with @pytest.mark.slow, or test the"
-    " function that decides on plain data: see tests/README.md."
+    " programs and 30.0 CPU seconds. Mark it with @pytest.mark.slow, or test"
+    " the function that decides on plain data: see tests/README.md."
   )
   message = quick_budget.describe_excess(USAGE._replace(seconds=30.1), [])
   assert message.startswith(
