@@ -154,14 +154,11 @@ def _responds(
       overflows; None for the step itself.
   """
   replaced = {_outputs.TagGroup("masked_updates", update): 1.0}
-  outs: Sequence[Any] | None
   if overflow_outs is None:
     before, outs = runs.outs, runs.run_replaced(replaced)
   else:
     before = overflow_outs
-    outs = runs.run_with_overflow(runs.traced.scale_indices, replaced)
-  if outs is None:
-    return False
+    outs = runs.run_with_overflow(runs.traced.scale_indices, replaced) or before
   shapes = [
     x.shape
     for output, x in zip(runs.traced.outputs, runs.outs, strict=True)
@@ -194,8 +191,8 @@ def _explain_unchanged_params(
   eps = max(map(_get_eps, dtypes))
   text = " and ".join(map(str, dtypes))
   if update_amax > eps * _array_tests.compute_amax(params):
-    yield _UNCHANGED_PARAMS
-  elif eps <= _FLOAT32_EPS:
+    return  # They are at a bound, for example.
+  if eps <= _FLOAT32_EPS:
     yield (
       f"whether the parameters change: the updates of this step are too small"
       f" for {text}, as at the beginning of a warm-up"

@@ -48,12 +48,6 @@ class ReportEvaluator(_state_threading.StateThreader):
   def eval_print(self, eqn: core.JaxprEqn, inputs: list[Any]) -> None:
     """Evaluate a print; by default it is left out."""
 
-  def merge_devices(
-    self, state: _state_threading.State, device_states: _state_threading.State
-  ) -> _state_threading.State:
-    del device_states  # There is no state.
-    return state
-
   def eval_eqn(
     self,
     visit: _state_threading.Visit,

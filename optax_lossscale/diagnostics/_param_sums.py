@@ -121,11 +121,12 @@ class ParamSums:
     trees_by_update: dict[int, set[Any]] = {}
     for x in self.sums:
       trees_by_update.setdefault(x.group, set()).add(x.trees[0])
-    for trees, others in itertools.combinations(trees_by_update.values(), 2):
-      if trees.isdisjoint(others):
-        name, other = (".".join(min(x)) or "params" for x in (trees, others))
-        return [_problem.fill_in_names(_SHARED_STATE, name=name, other=other)]
-    return []
+    pairs = itertools.combinations(trees_by_update.values(), 2)
+    separate = [pair for pair in pairs if pair[0].isdisjoint(pair[1])]
+    if not separate:
+      return []
+    name, other = (".".join(min(trees)) or "params" for trees in separate[0])
+    return [_problem.fill_in_names(_SHARED_STATE, name=name, other=other)]
 
   def _check_loss(self) -> list[_problem.Problem]:
     """Check that loss or gradients change if the updated parameters do.

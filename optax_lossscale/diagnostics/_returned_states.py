@@ -249,10 +249,10 @@ def _match(count: np.ndarray, new_count: np.ndarray) -> np.ndarray:
     count: the counts of skipped steps that the step returned.
     new_count: those that `update` returned. Those of a loop are stacked.
   """
-  size = new_count.ndim - count.ndim
-  if size >= 0 and new_count.shape[size:] == count.shape:
-    return (new_count.reshape((-1, *count.shape)) == count).any(axis=0)
-  return np.isin(count, new_count)
+  size = max(new_count.ndim - count.ndim, 0)
+  is_of_members = new_count.shape[size:] == count.shape
+  shape = count.shape if is_of_members else (1,) * count.ndim
+  return (new_count.reshape((-1, *shape)) == count).any(axis=0)
 
 
 def _find_moved(

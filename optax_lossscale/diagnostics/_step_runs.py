@@ -55,19 +55,24 @@ class StepRuns:
     scales = self._read_update_scales(self.outs)
     if self.traced.scale_indices or not scales:
       return
-    candidates = [
-      (i, x)
+    candidates = {
+      i: x
       for i, x in enumerate(self.traced.inputs)
       if x.dtype == np.float32 and x.shape in [y.shape for y in scales]
-    ]
-    values = _host_values.to_host([x for _, x in candidates])
-    found = []
-    for (i, _), value in zip(candidates, values, strict=True):
-      if any(np.array_equal(value, y) for y in scales):
-        outs = self.run(self.traced.scale_inputs(0.5, [i]))
-        if not all(map(np.array_equal, scales, self._read_update_scales(outs))):
-          found.append(i)
-    self.traced = self.traced._replace(scale_indices=tuple(found))
+    }
+
+    def moves_scale(i: int) -> bool:
+      outs = self.run(self.traced.scale_inputs(0.5, [i]))
+      return not all(
+        map(np.array_equal, scales, self._read_update_scales(outs))
+      )
+
+    indices = tuple(
+      i
+      for i, x in _host_values.to_host(candidates).items()
+      if any(np.array_equal(x, y) for y in scales) and moves_scale(i)
+    )
+    self.traced = self.traced._replace(scale_indices=indices)
 
   def _read_update_scales(self, outs: Sequence[Any]) -> list[np.ndarray]:
     values: list[np.ndarray] = _host_values.to_host(

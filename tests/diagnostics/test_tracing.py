@@ -78,7 +78,7 @@ def test_a_step_of_any_shape_is_checked_like_its_gradient(make):
   step, args = make(ols.DynamicLossScale(2.0**6))
   check = check_step(step, *args, progress=False)
   assert check.overflow is None
-  (problem,) = check.problems
+  (problem,) = (x for x in check.problems if x.keep_float32)
   assert list(map(strip_name, problem.keep_float32)) == ["centers"]
   found = check.comparison
   assert expected.target == "results" and found.target == "gradients"

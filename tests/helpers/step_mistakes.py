@@ -736,13 +736,13 @@ def _make_ref_step():
   return step, (PARAMS, refs, BATCH)
 
 
-def _make_closed_step(policy):
+def _make_closed_step(policy, differentiate=compute_grads):
   """The state of the optimizer is not an argument."""
   tx = ols.with_loss_scaling(optax.sgd(0.1), policy)
   state = tx.init(PARAMS)
 
   def step(params, batch):
-    grads = ols.grad(loss_fn, state)(params, batch)
+    grads = differentiate(lambda p: loss_fn(p, batch), params, state)
     return apply_updates(tx, grads, params, state)
 
   return step, (PARAMS, BATCH)
@@ -777,9 +777,9 @@ def _make_while_step():
   return steps, (*args, jnp.int32(2))
 
 
-def _raise_if(find_fault):
+def _raise_if(find_fault, choose=lambda old, new: new):
   def make_result(old, new, finite):
-    return eqx.error_if(new, find_fault(finite), "planted")
+    return eqx.error_if(choose(old, new), find_fault(finite), "planted")
 
   return _step(compute_grads, make_result)
 
@@ -807,6 +807,9 @@ _BY_CAUSE = {
     ),
     "unscaled losses of micro-batches": _step(
       _accumulate(compute_unscaled_grads)
+    ),
+    "unscaled loss with a constant state": functools.partial(
+      _make_closed_step, POLICY, compute_unscaled_grads
     ),
     "unscaled losses in a while loop": _step(
       _accumulate_in_while_loop(compute_unscaled_grads)
@@ -914,6 +917,9 @@ _BY_CAUSE = {
     ),
     "old state of the second optimizer": functools.partial(
       _make_gan_step, returns_old=True
+    ),
+    "old state, and an error after an overflow": _raise_if(
+      lambda finite: ~finite, lambda old, new: (new[0], old[1])
     ),
     "old state in the carry of a scan": functools.partial(
       _make_epoch, lambda old, new: (new[0], old[1])
@@ -1193,6 +1199,16 @@ LOOKALIKES = {
   ),
   "quantized parameters": _returns(
     lambda old, new: (_quantize(new[0]), new[1])
+  ),
+  "parameters at a bound": _step(
+    compute_grads,
+    lambda old, new, finite: (
+      jax.tree.map(lambda x: jnp.clip(x, -0.1, 0.1), new[0]),
+      new[1],
+    ),
+    loss_fn=ols.autocast(lambda params, x: jnp.mean(x @ params["w"])),
+    params={"w": np.full((4, 4), -0.1, np.float32)},
+    batch=BATCH**2,
   ),
   "parameters that wait": _two_layers(
     make_result=lambda old, new, finite: _keep_head_sometimes(old, new)

@@ -197,7 +197,7 @@ def compare_runs(
   runs = _runs.ReferenceRuns(traced, eps, run_as_trained, half_outs, progress)
   report = _build_report(traced, runs, dtypes, eps)
   if report.reference_is_finite and not report.reference_is_zero:
-    report = _add_loss_scale(report, traced, runs, eps)
+    report = _add_loss_scale(report, step_runs, runs, eps)
     layers = None
     if measures_all:
       layers = _measured_layers.measure_all_layers(traced, runs, progress)
@@ -258,15 +258,16 @@ def _build_report(
 
 def _add_loss_scale(
   report: _report.PrecisionComparison,
-  traced: _tracing.TracedFunction,
+  step_runs: _step_runs.StepRuns,
   runs: _runs.ReferenceRuns,
   eps: float,
 ) -> _report.PrecisionComparison:
   """Add a better loss scale to a report, if an error is large."""
-  if report.is_accurate or not traced.scale_indices:
+  if report.is_accurate or not step_runs.traced.scale_indices:
     return report
   if not np.isfinite(runs.half_effects).all():
-    is_finite = lambda x: bool(np.isfinite(runs.measure_effects_at(-x)).all())
+    measure_at = lambda x: bool(np.isfinite(runs.measure_effects_at(-x)).all())
+    is_finite = lambda x: step_runs.has_finite_grads_at(x) and measure_at(x)
     log2_change = -(_scale_search.find_log2_decrease(is_finite) or 0)
   else:
     log2_change = _find_log2_increase(runs, eps)
