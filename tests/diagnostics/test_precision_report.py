@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 
 from flax import linen as nn
 from flax import nnx
@@ -218,7 +219,7 @@ def test_counts_that_shapes_do_not_determine_are_reported():
     jnp.linalg.solve, *[make_shape(4, 4, dtype=F32)] * 2
   )
   note = report.limitations[0]
-  assert note == "custom_linear_solve: its body is counted once"
+  assert re.fullmatch(r"custom_linear_solve.*: its body is counted once", note)
 
   ragged = lambda x, w, sizes: lax.ragged_dot(x, w, sizes)
   sizes = make_shape(2, dtype=jnp.int32)
