@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from optax_lossscale._jaxprs import (
   _avals,
   _eqns,
+  _harvest,
   _higher_order,
   _primitives,
 )
@@ -203,7 +204,9 @@ class _Analysis:
       return env[atom] if is_inexact(atom) else 0
 
     for i, eqn in enumerate(jaxpr.eqns):
-      hop = self._parse_higher_order(eqn)
+      # With JAX's upgrade flags, a tag is a call.
+      is_tag = _harvest.get_tag(eqn) is not None
+      hop = None if is_tag else self._parse_higher_order(eqn)
       # A literal is a part of its equation, unless the equation is a call.
       operands = [
         0
