@@ -204,21 +204,19 @@ def _run_reports(
   )
   search = _find_overflow.search_traced(traced, progress)
   comparison = None
-  traced, runs = search.runs.traced, search.runs
-  inputs, outs = traced.inputs, runs.outs
-  if search.origin is not None and search.origin.has_zero_grads:
-    # An overflow of the forward pass is seen only where the backward pass is
-    # finite.
-    inputs = traced.scale_inputs(search.origin.scale_factor or 1.0)
-    outs = runs.run(inputs)
+  # An overflow of the forward pass is seen only where the backward pass is
+  # finite.
+  is_hidden = search.origin is not None and search.origin.has_zero_grads
   if traced.grad_outputs:
     comparison = _compare_precision.compare_runs(
-      runs, inputs, outs, progress, measures_all=False
+      search.finite_runs if is_hidden else search.runs,
+      progress,
+      measures_all=False,
     )
   if comparison is None:  # Otherwise it has measured the scaling in float32.
     search.mistakes.extend(_find_overflow.measure_scaling(search))
   returned = _returned_values.check_returned_values(
-    search.finite_runs, runs.outs
+    search.finite_runs, search.runs.outs
   )
   return _Results(precision, search, comparison, returned)
 

@@ -63,8 +63,9 @@ class InstrumentedProgram:
       this value first was nonfinite, or in the last one.
     output_indices: the indices of the outputs to return; by default all of
       them.
+    tags: the tags whose values a run may change; by default none.
 
-  The arguments are attributes, too.
+  All arguments but the tags are attributes, too.
   """
 
   def __init__(
@@ -76,6 +77,7 @@ class InstrumentedProgram:
     checked: Collection[_regions.Key] | None = None,
     measured: Mapping[_regions.Key, _regions.Key] | None = None,
     output_indices: Sequence[int] | None = None,
+    tags: Mapping[_regions.Key, _outputs.TagGroup] | None = None,
   ) -> None:
     self.closed_jaxpr, self.regions = closed_jaxpr, regions
     self.compiler_options = compiler_options
@@ -90,11 +92,10 @@ class InstrumentedProgram:
       if output_indices is None
       else output_indices
     )
-    # The measured program is not run with replaced values.
     self.replaceable = {
       key: group
-      for key, group in _outputs.list_tags(regions).items()
-      if group.kind in _REPLACEABLE_KINDS and not measured
+      for key, group in (tags or {}).items()
+      if group.kind in _REPLACEABLE_KINDS
     }
     self._groups = list(dict.fromkeys(self.replaceable.values()))
     self._run = jax.jit(self._eval_program, compiler_options=compiler_options)

@@ -5,7 +5,7 @@ arguments, and values with a tag, such as the gradients that ``update`` receives
 (see ``_tags``).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import re
 from typing import Any, NamedTuple
 
@@ -242,6 +242,7 @@ def describe_dependence(
   closed_jaxpr: _eqns.ClosedJaxpr,
   outputs: Sequence[Output],
   regions: _regions.Regions,
+  tags: "Mapping[_regions.Key, TagGroup]",
 ) -> list[Output]:
   """Return outputs with what they may depend on, and with ``"unused"`` ones.
 
@@ -249,8 +250,8 @@ def describe_dependence(
     closed_jaxpr: the program.
     outputs: its outputs.
     regions: its regions.
+    tags: its tags.
   """
-  tags = list_tags(regions)
 
   def find_outputs(keys: Sequence[_regions.Key]) -> set[int]:
     descendants = filter(_regions.is_output, regions.find_descendants(keys))

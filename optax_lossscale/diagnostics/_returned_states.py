@@ -303,7 +303,7 @@ def _check_loop(
   regions = traced.get_regions()
   in_loop = {
     tag.group
-    for key, tag in _outputs.list_tags(regions).items()
+    for key, tag in traced.tags.items()
     if tag.kind == "applied" and regions.list_loops(key)
   }.intersection(summed_updates)
   state_counts = _read(traced, overflow_outs, "state_skip_count")

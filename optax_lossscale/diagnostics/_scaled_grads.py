@@ -226,8 +226,7 @@ class _Experiment:
   @property
   def _has_scale(self) -> bool:
     """Whether any loss is multiplied by a loss scale."""
-    tags = _outputs.list_tags(self._traced.get_regions()).values()
-    return any(tag.kind == "scale" for tag in tags)
+    return any(tag.kind == "scale" for tag in self._traced.tags.values())
 
   def _has_two_states(self, i: int, own_scales: set[int]) -> bool:
     """Return whether the loss scale of another state acts on a gradient."""
@@ -264,7 +263,7 @@ class _Experiment:
 
   def _replace_unscaled(self) -> Sequence[Any] | None:
     """Run the step with small unscaled gradients."""
-    tags = _outputs.list_tags(self._traced.get_regions()).values()
+    tags = self._traced.tags.values()
     groups = {tag for tag in tags if tag.kind == "unscaled"}
     if not groups:
       return None

@@ -7,7 +7,7 @@ its outputs. Values that a training step need not return become outputs, too
 the function changes in its arguments, such as a model of Flax NNX.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import contextlib
 import functools
 import inspect
@@ -55,6 +55,8 @@ class TracedFunction(NamedTuple):
     lowest_scale: the lowest loss scale that all policies allow; None if it is
       unknown.
     regions: what its outputs depend on; None if the arguments are shapes.
+    tags: the tags of the program by position; empty if the arguments are
+      shapes.
   """
 
   closed_jaxpr: _eqns.ClosedJaxpr
@@ -66,7 +68,8 @@ class TracedFunction(NamedTuple):
   scale_indices: tuple[int, ...]
   last_finite_indices: tuple[int, ...]
   lowest_scale: float | None
-  regions: _regions.Regions | None = None
+  regions: _regions.Regions | None
+  tags: Mapping[_regions.Key, _outputs.TagGroup]
 
   def get_regions(self) -> _regions.Regions:
     """Return the regions of a function with concrete arguments."""
@@ -217,10 +220,11 @@ def trace(
   # A Ref in the arguments is copied, but one in a closure would be mutated.
   _check_no_ref_consts(closed_jaxpr)
   outputs = [*call.outputs, *_outputs.as_outputs(harvest.tagged_values)]
-  regions = None
+  regions, tags = None, {}
   if not allow_abstract:
     regions = _regions.find_regions(closed_jaxpr, _array_tests.is_finite)
-    outputs = _outputs.describe_dependence(closed_jaxpr, outputs, regions)
+    tags = _outputs.list_tags(regions)
+    outputs = _outputs.describe_dependence(closed_jaxpr, outputs, regions, tags)
   if check_results:
     jaxpr = closed_jaxpr.jaxpr
     outputs = _outputs.distinguish_metrics(
@@ -237,6 +241,7 @@ def trace(
     call.last_finite_indices,
     _find_lowest_scale(closed_jaxpr),
     regions,
+    tags,
   )
 
 

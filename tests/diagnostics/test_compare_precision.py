@@ -62,9 +62,7 @@ def search_worst(fun, *args):
     runs = _step_runs.StepRuns(
       traced, lambda inputs, _=None: run(*inputs), run(*traced.inputs)
     )
-    result = _compare_precision.compare_runs(
-      runs, traced.inputs, runs.outs, progress, measures_all=False
-    )
+    result = _compare_precision.compare_runs(runs, progress, measures_all=False)
   return result.report
 
 

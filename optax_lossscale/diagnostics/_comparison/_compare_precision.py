@@ -12,7 +12,7 @@
 5. Report the error that each layer causes alone, and the outliers among them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import dataclasses
 import itertools
 import math
@@ -132,6 +132,7 @@ def compare_precision(
       traced.get_regions(),
       _compiler_options.make_compiler_options(traced.inputs),
       checked=(),
+      tags=traced.tags,
     )
     run = lambda inputs, replaced=None: (
       program.run(inputs, replaced=replaced).outs
@@ -140,9 +141,7 @@ def compare_precision(
     runs = _step_runs.StepRuns(traced, run, run(traced.inputs))
     scaled_grads = _scaled_grads.find_scaled_grads(runs)
     runs.traced = runs.traced._replace(outputs=scaled_grads.outputs)
-    comparison = compare_runs(
-      runs, traced.inputs, runs.outs, progress_line, measures_all=True
-    )
+    comparison = compare_runs(runs, progress_line, measures_all=True)
     if comparison is None:
       raise ValueError(_no_half_message(fun, traced))
     warnings = [*map(str, scaled_grads.mistakes), *comparison.report.warnings]
@@ -163,8 +162,6 @@ class ComparisonResult(NamedTuple):
 
 def compare_runs(
   step_runs: _step_runs.StepRuns,
-  inputs: list[Any],
-  outs: Sequence[Any],
   progress: _progress.ProgressLine,
   *,
   measures_all: bool,
@@ -173,8 +170,6 @@ def compare_runs(
 
   Args:
     step_runs: the runs of the function.
-    inputs: its inputs.
-    outs: its outputs.
     progress: shows how far it is.
     measures_all: whether to measure each layer; otherwise the worst ones are
       searched for if an error is large.
@@ -184,11 +179,11 @@ def compare_runs(
     rounded to half precision.
   """
   mask = select_outputs(step_runs.traced)
-  traced = step_runs.traced._replace(inputs=inputs).restrict_outputs(mask)
+  traced = step_runs.traced.restrict_outputs(mask)
   run_as_trained = lambda inputs: list(
     itertools.compress(step_runs.run(inputs), mask)
   )
-  half_outs = list(itertools.compress(outs, mask))
+  half_outs = list(itertools.compress(step_runs.outs, mask))
   dtypes = _layers.find_half_dtypes(traced.closed_jaxpr)
   if not dtypes:
     return None

@@ -176,6 +176,7 @@ def search_traced(
     traced.closed_jaxpr,
     traced.get_regions(),
     _compiler_options.make_compiler_options(traced.inputs),
+    tags=traced.tags,
   )
   progress.set_description("compiling and running the function")
   record = program.run(traced.inputs, has_prints=True)
