@@ -76,9 +76,7 @@ def check_dependence(
     i
     for output, shape in pairs
     for i in output.new_updates
-    if output.kind in _outputs.RETURNED_KINDS
-    and not output.in_scale_state
-    and _may_be_param(shape, shapes_by_update.get(i, []))
+    if output.is_trained and _may_be_param(shape, shapes_by_update.get(i, []))
   }
   missing = (shapes_by_update.keys() & {*ran_indices}) - returned
   missing = {i for i in missing if not _responds(runs, i, None)}
@@ -111,17 +109,11 @@ def check_changes(
     pairs = [
       (x, y)
       for output, x, y in triples
-      if output.kind in _outputs.RETURNED_KINDS
-      and not output.in_scale_state
-      and i in output.new_updates
+      if output.is_trained and i in output.new_updates
     ]
     pairs = _drop_scalars(pairs)
     has_changed = _array_tests.is_any_different(pairs)
-    updates = [
-      x
-      for output, x, _ in triples
-      if output.kind == "new_updates" and output.group == i
-    ]
+    updates = _list_updates(runs, i)
     if not pairs or (has_changed and not _may_lose_updates(pairs)):
       continue
     if has_changed:
@@ -129,9 +121,17 @@ def check_changes(
     elif _responds(runs, i, None):
       yield from _explain_unchanged_params([x for x, _ in pairs], updates)
     else:
-      yield (
-        _UNCHANGED_PARAMS if _responds(runs, i, overflow_outs) else (KEPT_BACK)
-      )
+      is_inverted = _responds(runs, i, overflow_outs)
+      yield _UNCHANGED_PARAMS if is_inverted else KEPT_BACK
+
+
+def _list_updates(runs: _step_runs.StepRuns, update: int) -> list[Any]:
+  """Return the updates that an `update` makes."""
+  return [
+    x
+    for output, x in zip(runs.traced.outputs, runs.outs, strict=True)
+    if output.kind == "new_updates" and output.group == update
+  ]
 
 
 def _drop_scalars(pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
@@ -159,11 +159,7 @@ def _responds(
   else:
     before = overflow_outs
     outs = runs.run_with_overflow(runs.traced.scale_indices, replaced) or before
-  shapes = [
-    x.shape
-    for output, x in zip(runs.traced.outputs, runs.outs, strict=True)
-    if output.kind == "new_updates" and output.group == update
-  ]
+  shapes = [x.shape for x in _list_updates(runs, update)]
   pairs = [
     (x, y)
     for output, x, y in zip(runs.traced.outputs, before, outs, strict=True)

@@ -5,7 +5,13 @@ arguments, and values with a tag, such as the gradients that ``update`` receives
 (see ``_tags``).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import (
+  Callable,
+  Collection,
+  Iterable,
+  Mapping,
+  Sequence,
+)
 import re
 from typing import Any, NamedTuple
 
@@ -73,6 +79,11 @@ class Output(NamedTuple):
   new_scales: frozenset[int] = frozenset()
 
   @property
+  def is_trained(self) -> bool:
+    """Whether it is a result that may be a parameter or an inner state."""
+    return self.kind in RETURNED_KINDS and not self.in_scale_state
+
+  @property
   def in_scale_state(self) -> bool:
     """Whether it is part of a loss-scale state."""
     keys = {"loss_scale_state", "loss_scale", "policy_state"}
@@ -98,7 +109,7 @@ def collect_float_results(
   return [
     (Output("result" if _is_float_array(leaf) else "integers", name, i), leaf)
     for name, (i, _, leaf) in zip(names, leaves, strict=True)
-    if _is_float_array(leaf) or _is_quantized(leaf)
+    if _is_float_array(leaf) or _is_integer_array(leaf)
   ]
 
 
@@ -212,30 +223,54 @@ def distinguish_metrics(
 ) -> list[Output]:
   """Return outputs, with the kind ``"metric"`` of results that are no state.
 
-  A metric may be infinite in a sound step. An array that has the type of an
-  argument and the same key at the end of its path may be its next value, such
-  as batch statistics.
+  A metric may be infinite in a sound step. An array that replaces an argument
+  may not, such as batch statistics.
   """
-  types = {
-    (_get_type(var), key)
-    for name, var in zip(input_names, invars, strict=True)
-    for key in (*split_name(name)[-1:], "")
-  }
-
-  def replaces_argument(output: Output, var: Any) -> bool:
-    key = "".join(split_name(output.name)[-1:])
-    # The items of a tuple have no names.
-    return (_get_type(var), "" if key.isdigit() else key) in types
-
+  arguments = index_arguments(
+    zip(input_names, map(_get_type, invars), strict=True)
+  )
   return [
     output._replace(kind="metric")
     if output.kind == "result"
     and not output.depends_on_update
     and not output.new_scales
-    and (_get_type(var)[0] == () or not replaces_argument(output, var))
+    and (
+      _get_type(var)[0] == ()
+      or not replaces_argument(output.name, _get_type(var), arguments)
+    )
     else output
     for output, var in zip(outputs, outvars, strict=True)
   ]
+
+
+def index_arguments(arguments: Iterable[tuple[str, Any]]) -> set[Any]:
+  """Return the types of arguments with the last keys of their names.
+
+  Args:
+    arguments: the name and the type of each.
+  """
+  return {
+    (argument_type, key)
+    for name, argument_type in arguments
+    for key in (*split_name(name)[-1:], "")
+  }
+
+
+def replaces_argument(
+  name: str, result_type: Any, arguments: Collection[Any]
+) -> bool:
+  """Return whether a result may be the next value of an argument.
+
+  It has the type of the argument, and the same key at the end of its path.
+
+  Args:
+    name: the name of the result.
+    result_type: its type.
+    arguments: the arguments, by :func:`index_arguments`.
+  """
+  key = "".join(split_name(name)[-1:])
+  # The items of a tuple have no names.
+  return (result_type, "" if key.isdigit() else key) in arguments
 
 
 def describe_dependence(
@@ -351,7 +386,7 @@ def _get_type(var: Any) -> Any:
   return getattr(var.aval, "shape", None), getattr(var.aval, "dtype", None)
 
 
-def _is_quantized(leaf: Any) -> bool:
+def _is_integer_array(leaf: Any) -> bool:
   is_array = _arrays.is_array_like(leaf) and hasattr(leaf, "dtype")
   return is_array and jnp.issubdtype(leaf.dtype, jnp.integer)
 

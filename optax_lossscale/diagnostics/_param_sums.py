@@ -186,8 +186,7 @@ def _has_new_params(runs: _step_runs.StepRuns, x: "_UpdatedParam") -> bool:
 def _measure_response(before: Any, after: Any, update: Any) -> jax.Array:
   """Return whether a result follows an update that is replaced by ones."""
   x, y, u = map(_arrays.upcast_for_reduction, (before, after, update))
-  norm = lambda x: jnp.sqrt(jnp.sum(jnp.abs(x) ** 2))
-  return norm(y - x) > _MAX_DISTANCE * norm(1 - u)
+  return _norm(y - x, 1) > _MAX_DISTANCE * _norm(1 - u, 1)
 
 
 class _UpdatedParam(NamedTuple):

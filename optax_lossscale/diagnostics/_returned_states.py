@@ -277,17 +277,12 @@ def _find_moved(
     for output, x, y in zip(
       runs.traced.outputs, runs.outs, overflow_outs, strict=True
     )
-    if output.kind in _outputs.RETURNED_KINDS
+    if output.is_trained
     and indices & output.new_updates
-    and not output.in_scale_state
     and x.shape[: len(shape)] == shape
   ]
   rows = [_array_tests.find_different_rows(x, y, len(shape)) for x, y in pairs]
-  return (
-    np.any(_host_values.to_host(rows), axis=0)
-    if rows
-    else (np.ones(shape, bool))
-  )
+  return np.any(_host_values.to_host(rows) or [np.ones(shape, bool)], axis=0)
 
 
 def _check_loop(

@@ -7,7 +7,7 @@ overflow; with the first power of two that is too large, only some do; with a
 smaller one, none do. The loss scale is an input, so nothing is compiled for it.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from optax_lossscale.diagnostics import (
@@ -84,9 +84,8 @@ def check_returned_values(
     outs_of_args: its outputs for its arguments, whose loss scale may be too
       high.
   """
-  traced, outs = runs.traced, runs.outs
-  subject = "what the step returns"
-  flags = _scaling_mistakes.read_applied_flags(traced, outs)
+  traced = runs.traced
+  flags = _scaling_mistakes.read_applied_flags(traced, runs.outs)
   ran_indices = [i for i, flag in enumerate(flags) if (flag >= 0).any()]
   if traced.unreached_locations or not ran_indices:
     return ReturnedValues()
@@ -107,7 +106,7 @@ def check_returned_values(
   if mistakes:
     return ReturnedValues(mistakes)
   passed = ["the new parameters and the new loss-scale state are returned"]
-  subject = f"{subject} after an overflow"
+  subject = "what the step returns after an overflow"
   if not traced.scale_indices:
     reason = "its loss scale is not among its arguments"
     return ReturnedValues([], [f"{subject}, since {reason}"], passed)
@@ -203,8 +202,7 @@ def _check_flags(runs: _step_runs.StepRuns) -> list[_problem.Problem]:
   )
   for output, x, y in zip(traced.outputs, runs.outs, outs, strict=True):
     if (
-      output.kind in _outputs.RETURNED_KINDS
-      and not output.in_scale_state
+      output.is_trained
       and _array_tests.is_any_different([(x, y)])
       and any(_is_equal(y, old) for old in traced.inputs)
     ):
@@ -245,18 +243,17 @@ def _check_nan_state(
   A state is a result that may replace an argument other than the parameters.
   """
   params = {x.param_index for x in param_sums.sums}
-  get_type = lambda name, x: (x.shape, x.dtype, _outputs.split_name(name)[-1:])
+  get_type = lambda x: (x.shape, x.dtype)
   pairs = zip(runs.traced.input_names, runs.traced.inputs, strict=True)
-  arguments = {
-    get_type(name, x) for i, (name, x) in enumerate(pairs) if i not in params
-  }
+  arguments = _outputs.index_arguments(
+    (name, get_type(x)) for i, (name, x) in enumerate(pairs) if i not in params
+  )
   triples = zip(runs.traced.outputs, runs.outs, overflow_outs, strict=True)
   states = [
     (output.name, x, y)
     for output, x, y in triples
-    if output.kind in _outputs.RETURNED_KINDS
-    and not output.in_scale_state
-    and _is_state(get_type(output.name, x), arguments)
+    if output.is_trained
+    and _outputs.replaces_argument(output.name, get_type(x), arguments)
   ]
   nonfinite = _array_tests.list_nonfinite(y for _, _, y in states)
   # A state may hold inf from the start, such as the best loss so far.
@@ -268,16 +265,3 @@ def _check_nan_state(
   if not names:
     return []
   return [_problem.fill_in_names(_NAN_STATE, name=names[0])]
-
-
-def _is_state(result_type: Any, argument_types: Collection[Any]) -> bool:
-  """Return whether a result of a type may replace an argument.
-
-  Args:
-    result_type: the shape and the dtype, and the last key of the path.
-    argument_types: the same for each argument.
-  """
-  shape, dtype, keys = result_type
-  if not keys or keys[0].isdigit():  # The items of a tuple have no names.
-    return any((shape, dtype) == x[:2] for x in argument_types)
-  return result_type in argument_types
