@@ -246,7 +246,7 @@ def _tabulate_gradients(figures: Figures, title: str) -> dict[str, str]:
 
 
 ON_TPU = ("v5e", "v5p", "v6e")
-# What measures a part on a device, and what makes tables of its figures.
+# The functions that measure a part on a device and format its tables.
 PARTS = {
   "steps": (_measure_steps, _tabulate_steps),
   "training": (_measure_training, _tabulate_training),

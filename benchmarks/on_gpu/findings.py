@@ -21,7 +21,7 @@ from on_gpu import tables
 
 Row = dict[str, Any]
 NO_TIME = "left out, since no time is left"
-# What is left of a row whose process ended, written before it is measured.
+# The row that remains if the process ends before the measurement does.
 BROKE_OFF = "not measured: its process broke off, and log.txt may say why"
 
 

@@ -1,4 +1,4 @@
-"""Runs parts in processes of their own, and ends them in time."""
+"""Runs each part in a separate process, and ends it in time."""
 
 import contextlib
 import json

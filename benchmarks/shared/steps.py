@@ -1,4 +1,4 @@
-"""The training step of all benchmarks that have no step of their own."""
+"""The training step that benchmarks share."""
 
 from collections.abc import Callable
 from typing import Any

@@ -302,7 +302,7 @@ def _norm(x: Any, unit: Any) -> Any:
 
 
 class _SumComparison(NamedTuple):
-  """What a result is instead of a sum; bool[] each.
+  """Flags of a result that is compared with a sum; bool[] each.
 
   Attributes:
     is_difference: whether it is the parameter minus the update.

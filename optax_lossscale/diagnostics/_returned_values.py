@@ -141,7 +141,7 @@ def _check_runs(
     *_check_nan_state(runs, overflow_outs, param_sums),
   ]
   mistakes = [x for x in findings if isinstance(x, _problem.Problem)]
-  # What is wrong with an accumulator around the wrapper follows from it.
+  # An accumulator around the wrapper causes the other mistakes.
   if _returned_states.MULTI_STEPS in mistakes:
     mistakes = [_returned_states.MULTI_STEPS]
   # Further runs, which are not needed if there is a mistake.

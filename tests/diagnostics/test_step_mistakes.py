@@ -180,7 +180,7 @@ def test_an_overflowing_step_that_puts_its_state_back_does_not_recover():
 @pytest.mark.slow
 @pytest.mark.parametrize("axis_name", [None, "i"])
 def test_shards_of_an_optimizer_need_one_loss_scale(axis_name):
-  """An overflow of one device is a problem of its own."""
+  """An overflow on one device is a separate problem."""
   step, args = step_mistakes.make_shards_step(axis_name)
   fixes = [problem.fix for problem in check_step(step, *args).problems]
   is_advised = any("ols.with_loss_scaling(inner, axis_name" in x for x in fixes)

@@ -44,7 +44,7 @@ PROPERTY = "quick_usage"
 
 
 class Usage(NamedTuple):
-  """What one or more tests used.
+  """The programs and CPU seconds of one or more tests.
 
   Attributes:
     tests: the number of tests.

@@ -64,7 +64,7 @@ def _step(*args, **kwargs):
 
 
 def _returns(make_result, **kwargs):
-  """Return a function that makes a step with a result of its own."""
+  """Return a function that makes a step with another result."""
   return _step(
     compute_grads, lambda old, new, finite: make_result(old, new), **kwargs
   )
@@ -295,7 +295,7 @@ def _make_first_state_step(*, grads_use_it=False, update_uses_it=False):
 
 
 def _make_new_state_step():
-  """Each step makes the state anew."""
+  """Each step initializes the state again."""
 
   def step(params, state, batch):
     state = TX.init(params)

@@ -98,7 +98,7 @@ def train(
 
 
 def train_with_aux(tx, loss_fn, params, opt_state, *args):
-  """Return the same with what the loss function computes besides the loss."""
+  """Return the new parameters, the new state and the auxiliary output."""
   (_, aux), grads = ols.value_and_grad(
     ols.autocast(loss_fn), opt_state, has_aux=True
   )(params, *args)
@@ -126,7 +126,7 @@ def make_train_step(
 
 
 def no_cast(loss_fn):
-  """Return a loss function as it is, in the place of ``ols.autocast``."""
+  """Return a loss function unchanged, to replace ``ols.autocast``."""
   return loss_fn
 
 
