@@ -26,7 +26,7 @@ BROKE_OFF = "not measured: its process broke off, and log.txt may say why"
 
 
 class Findings:
-  """What is in the files.
+  """The contents of the files.
 
   Attributes:
     facts: about the machine, the device and the versions, by name.

@@ -137,7 +137,7 @@ def _counts_skips(runs: _step_runs.StepRuns) -> bool:
   if runs.overflow_outs is None:
     return False
   before, after = (
-    _read(runs.traced, outs, "state_skip_count")
+    runs.traced.read_kind(outs, "state_skip_count")
     for outs in (runs.outs, runs.overflow_outs)
   )
   return bool(before) and not any(map(np.array_equal, before, after))
@@ -198,8 +198,8 @@ def check_after_overflow(
     yield _NO_UPDATE_AFTER_OVERFLOW
   is_returned, is_waiting = _compare_counts(runs, overflow_outs)
   if _has_update_without(is_returned):
-    state_counts = _read(traced, overflow_outs, "state_skip_count")
-    new_counts = _read(traced, overflow_outs, "new_skip_count")
+    state_counts = traced.read_kind(overflow_outs, "state_skip_count")
+    new_counts = traced.read_kind(overflow_outs, "new_skip_count")
     if np.max(state_counts[0]) > max(map(np.max, new_counts)):
       yield _ADJUSTED_TWICE
     else:
@@ -225,8 +225,8 @@ def _compare_counts(
   flags = _scaling_mistakes.read_applied_flags(traced, overflow_outs)
   applied_flags = _scaling_mistakes.read_applied_flags(traced, runs.outs)
   skipped = {i for i, flag in enumerate(flags) if (flag == 0).any()}
-  new_counts = _read(traced, overflow_outs, "new_skip_count")
-  state_counts = _read(traced, overflow_outs, "state_skip_count")
+  new_counts = traced.read_kind(overflow_outs, "new_skip_count")
+  state_counts = traced.read_kind(overflow_outs, "state_skip_count")
   is_returned = []
   any_waits = False
   for indices, count in zip(_list_states(traced), state_counts, strict=True):
@@ -301,9 +301,9 @@ def _check_loop(
     for key, tag in traced.tags.items()
     if tag.kind == "applied" and regions.list_loops(key)
   }.intersection(summed_updates)
-  state_counts = _read(traced, overflow_outs, "state_skip_count")
+  state_counts = traced.read_kind(overflow_outs, "state_skip_count")
   flags = _scaling_mistakes.read_applied_flags(traced, overflow_outs)
-  new_counts = _read(traced, overflow_outs, "new_skip_count")
+  new_counts = traced.read_kind(overflow_outs, "new_skip_count")
   for i, (flag, count) in enumerate(zip(flags, new_counts, strict=False)):
     skipped = count[flag == 0] if count.shape == flag.shape else count[:0]
     is_scalar = all(x.size == 1 for x in state_counts)
@@ -326,8 +326,8 @@ def check_with_other_scales(
   inner_updates = _list_inner_updates(traced)
   flags = _scaling_mistakes.read_applied_flags(traced, runs.outs)
   pairs = zip(
-    _read(traced, runs.outs, "update_scale"),
-    _read(traced, decreased_outs, "update_scale"),
+    traced.read_kind(runs.outs, "update_scale"),
+    traced.read_kind(decreased_outs, "update_scale"),
     strict=True,
   )
   if any(
@@ -339,8 +339,8 @@ def check_with_other_scales(
   assert overflow_outs is not None
   triples = zip(
     _list_states(traced),
-    _read(traced, overflow_outs, "state_scale"),
-    _read(traced, decreased_outs, "state_scale"),
+    traced.read_kind(overflow_outs, "state_scale"),
+    traced.read_kind(decreased_outs, "state_scale"),
     strict=True,
   )
   is_variable = [
@@ -356,8 +356,8 @@ def _check_bounds(
 ) -> list[_problem.Problem]:
   """Check that no returned loss scale is above those of its updates."""
   flags = _scaling_mistakes.read_applied_flags(traced, outs)
-  scales = _read(traced, outs, "state_scale")
-  new_scales = _read(traced, outs, "new_scale")
+  scales = traced.read_kind(outs, "state_scale")
+  new_scales = traced.read_kind(outs, "new_scale")
   for indices, scale in zip(_list_states(traced), scales, strict=True):
     new = [
       np.max(x)
@@ -415,13 +415,3 @@ def _has_multi_steps(traced: _tracing.TracedFunction) -> bool:
   """Return whether the loss-scale state is inside of one of `MultiSteps`."""
   names = [traced.input_names[i] for i in traced.scale_indices]
   return any("inner_opt_state" in _outputs.split_name(name) for name in names)
-
-
-def _read(
-  traced: _tracing.TracedFunction, outs: Sequence[Any], kind: str
-) -> list[np.ndarray]:
-  """Return the values of the outputs of one kind."""
-  values: list[np.ndarray] = _host_values.to_host(
-    traced.select_kind(outs, kind)
-  )
-  return values

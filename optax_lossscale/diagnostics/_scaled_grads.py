@@ -14,7 +14,6 @@ import numpy as np
 
 from optax_lossscale.diagnostics import (
   _array_tests,
-  _host_values,
   _outputs,
   _problem,
   _scaling_mistakes,
@@ -134,7 +133,7 @@ class _Experiment:
     self._scales_by_update: dict[int, set[int]] = {}
     self._zeros_after_overflow: set[int] = set()
     self._halved_outs: dict[int, dict[int, Any]] = {}
-    update_scales = self._read_update_scales(runs.outs)
+    update_scales = self._traced.read_kind(runs.outs, "update_scale")
     for index in runs.traced.scale_indices:
       outs = (
         runs.overflow_outs
@@ -150,7 +149,8 @@ class _Experiment:
       self._zeros_after_overflow |= {
         i for i in self._grads if not _array_tests.is_any_nonzero([outs[i]])
       }
-      for k, scale in self._read_update_scales(outs).items():
+      scales_after = self._traced.read_kind(outs, "update_scale")
+      for k, scale in enumerate(scales_after):
         if np.array_equal(scale, update_scales[k]):
           continue
         self._scales_by_update.setdefault(k, set()).add(index)
@@ -278,15 +278,6 @@ class _Experiment:
     for i, output in self._grads.items():
       if i in nonfinite or (is_hidden and output.group not in received):
         yield i
-
-  def _read_update_scales(self, outs: Sequence[Any]) -> dict[int, np.ndarray]:
-    """Return the loss scale of each update."""
-    indices = [
-      i for i, x in enumerate(self._traced.outputs) if x.kind == "update_scale"
-    ]
-    values = _host_values.to_host([outs[i] for i in indices])
-    groups = [self._traced.outputs[i].group for i in indices]
-    return dict(zip(groups, values, strict=True))
 
 
 def _is_fixed(traced: _tracing.TracedFunction, group: int) -> bool:

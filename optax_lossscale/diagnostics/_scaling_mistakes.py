@@ -122,7 +122,7 @@ def read_applied_flags(
   traced: _tracing.TracedFunction, outs: Sequence[Any]
 ) -> list[np.ndarray]:
   """Return the flags of each `update`: 1 or 0, or -1 if it did not run."""
-  return _host_values.to_host(traced.select_kind(outs, "applied"))
+  return traced.read_kind(outs, "applied")
 
 
 def _compute_replaced_mask(

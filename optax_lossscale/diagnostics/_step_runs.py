@@ -52,7 +52,7 @@ class StepRuns:
     The leaves of a state may be a list, for example. The loss scale of an
     update must follow such an argument.
     """
-    scales = self._read_update_scales(self.outs)
+    scales = self.traced.read_kind(self.outs, "update_scale")
     if self.traced.scale_indices or not scales:
       return
     candidates = {
@@ -63,9 +63,8 @@ class StepRuns:
 
     def moves_scale(i: int) -> bool:
       outs = self.run(self.traced.scale_inputs(0.5, [i]))
-      return not all(
-        map(np.array_equal, scales, self._read_update_scales(outs))
-      )
+      new_scales = self.traced.read_kind(outs, "update_scale")
+      return not all(map(np.array_equal, scales, new_scales))
 
     indices = tuple(
       i
@@ -73,12 +72,6 @@ class StepRuns:
       if any(np.array_equal(x, y) for y in scales) and moves_scale(i)
     )
     self.traced = self.traced._replace(scale_indices=indices)
-
-  def _read_update_scales(self, outs: Sequence[Any]) -> list[np.ndarray]:
-    values: list[np.ndarray] = _host_values.to_host(
-      self.traced.select_kind(outs, "update_scale")
-    )
-    return values
 
   @functools.cached_property
   def overflow_outs(self) -> Sequence[Any] | None:

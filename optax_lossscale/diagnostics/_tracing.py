@@ -30,6 +30,7 @@ from optax_lossscale._jaxprs import (
 from optax_lossscale.diagnostics import (
   _array_tests,
   _flat_call,
+  _host_values,
   _outputs,
   _progress,
 )
@@ -85,6 +86,13 @@ class TracedFunction(NamedTuple):
     """Return the values of the outputs of one kind."""
     pairs = zip(outs, self.outputs, strict=True)
     return [x for x, output in pairs if output.kind == kind]
+
+  def read_kind(self, outs: Sequence[Any], kind: str) -> list[np.ndarray]:
+    """Return the values of the outputs of one kind, on the host."""
+    values: list[np.ndarray] = _host_values.to_host(
+      self.select_kind(outs, kind)
+    )
+    return values
 
   def scale_inputs(
     self, factor: Any, indices: Collection[int] | None = None
