@@ -21,6 +21,9 @@ from optax_lossscale._jaxprs import _avals, _primitives
 # The number that replaces an inf or a NaN. A zero may be a divisor, and a one
 # the operand of a difference.
 _HEALED = 0.7
+# Advice on these names the smallest magnitude of an operand. For the others it
+# is not measured, since a reduction of each operand takes long to compile.
+_HAVE_AMIN = {"div", "integer_pow", "pow"}
 
 
 class EqnStats(NamedTuple):
@@ -35,9 +38,10 @@ class EqnStats(NamedTuple):
     has_nan: whether each result contained NaN; bool[results].
     operand_is_nonfinite: whether each operand was nonfinite; bool[operands].
     operand_amax: the largest finite magnitude of each operand; float[operands].
-    operand_neg_amin: minus the smallest finite magnitude of each operand, in an
-      elementwise operation among the entries with a nonfinite result;
-      float[operands]. It is negated, so that a maximum combines the devices.
+    operand_neg_amin: minus the smallest finite magnitude of each operand of a
+      division or a power, among the entries with a nonfinite result; -inf for
+      other operations; float[operands]. It is negated, so that a maximum
+      combines the devices.
   """
 
   is_origin: Any
@@ -79,6 +83,9 @@ def measure_eqn(
   is_nonfinite = has_inf | has_nan
   is_origin = (out_has_inf | out_has_nan).any() & ~is_nonfinite.any()
   is_nan_origin = out_has_nan.any() & has_inf.any() & ~has_nan.any()
+  neg_amin = amax - jnp.inf
+  if eqn.primitive.name in _HAVE_AMIN:
+    neg_amin = jnp.stack([_measure_neg_amin(x, outs) for x in inputs])
   return EqnStats(
     is_origin,
     is_nan_origin,
@@ -86,9 +93,7 @@ def measure_eqn(
     out_has_nan,
     is_nonfinite,
     amax,
-    jnp.array(
-      [_measure_neg_amin(x, outs) for x in inputs], jnp.result_type(float)
-    ),
+    neg_amin.astype(amax.dtype),
   )
 
 
@@ -132,12 +137,10 @@ def _measure_numbers(x: Any) -> tuple[Any, Any, Any]:
 
 def _measure_neg_amin(x: Any, outs: Sequence[Any]) -> Any:
   """Return minus the smallest magnitude with a nonfinite result."""
-  if not _is_float(x):
-    return -jnp.inf
-  # In an elementwise operation, entries have their own results.
-  has_own = lambda out: _is_float(out) and out.shape == x.shape
-  own_outs = outs if all(map(has_own, outs)) else [jnp.nan]
-  has_fault = ~functools.reduce(operator.and_, map(jnp.isfinite, own_outs))
+  (out,) = outs
+  if not _is_float(x) or x.shape != out.shape:
+    return jnp.float32(-jnp.inf)
+  has_fault = ~jnp.isfinite(out)
   x = _arrays.upcast_for_reduction(x)
   return jnp.max(
     -jnp.abs(x), initial=-jnp.inf, where=jnp.isfinite(x) & has_fault
@@ -221,9 +224,9 @@ class Operand(NamedTuple):
     amax: the largest finite magnitude; 0.0 if no entry is finite, None if the
       entries are not numbers.
     all_finite: whether all entries are finite.
-    amin: the smallest finite magnitude; in an elementwise operation, among the
-      entries whose result is not finite. None if there is none, or it was not
-      measured.
+    amin: the smallest finite magnitude of an operand of a division or a power,
+      among the entries whose result is not finite. None if there is none, or it
+      was not measured.
 
   Examples:
     >>> import jax.numpy as jnp

@@ -4,7 +4,8 @@
    finite, and when. A *candidate* is a value in whose region an inf or a NaN
    originated: all that its region reads was finite until then.
 2. A second program measures each equation in the regions of the candidates, and
-   of the values that read them. It is the whole program if this is small. A
+   of the values that read them, but those that only move data. It is the whole
+   program if this is small. A
    large program ends at its *targets*, the first values that the candidates
    made nonfinite.
 3. A *suspect* is an equation with finite operands and a nonfinite result. The
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from optax_lossscale._jaxprs import _regions
+from optax_lossscale._jaxprs import _primitives, _regions
 from optax_lossscale.diagnostics import (
   _array_tests,
   _eqn_stats,
@@ -34,6 +35,8 @@ from optax_lossscale.diagnostics import (
 _MAX_WHOLE = 1000
 # Compilation takes longer the more equations are measured.
 _MAX_MEASURED = 256
+# No inf or NaN originates in these, since they return entries of their operand.
+_MOVEMENT = _primitives.DATA_MOVEMENT | _primitives.BROADCASTING
 # The program runs once for each suspect.
 _MAX_SUSPECTS = 31
 # A fault behind a few masks is found by healing them. In a loop that diverges,
@@ -270,11 +273,18 @@ class _OriginSearch:
     """
     eqns: dict[Key, Key] = {}
     for key in values:
-      more = dict.fromkeys(self._regions.list_region(key), key) | eqns
+      region = filter(self._may_be_origin, self._regions.list_region(key))
+      more = dict.fromkeys(region, key) | eqns
       if eqns and len(more) > _MAX_MEASURED:
         break
       eqns = more
     return eqns
+
+  def _may_be_origin(self, key: Key) -> bool:
+    """Return whether an inf may originate in an equation, or in its literal."""
+    eqn = self._regions.eqns[key]
+    is_movement = eqn.primitive.name in _MOVEMENT
+    return not is_movement or isinstance(eqn.invars[0], core.Literal)
 
   def find_origins(self) -> list[Origin]:
     """Return the origins, in the order in which they ran."""
@@ -390,5 +400,6 @@ class _OriginSearch:
       keys = self._values.list_constants(candidate)
       keys += filter(is_literal, region)
       constants |= dict.fromkeys(keys, iterations)
-      last_eqns[max(region, default=candidate)] = iterations
+      measured = filter(self._stats.__contains__, region)
+      last_eqns[max(measured, default=candidate)] = iterations
     return constants or last_eqns
