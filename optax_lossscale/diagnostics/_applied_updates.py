@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from optax_lossscale._jaxprs import _eqns
 from optax_lossscale.diagnostics import (
-  _array_tests,
+  _host_values,
   _outputs,
   _problem,
   _scaling_mistakes,
@@ -112,7 +112,7 @@ def check_changes(
       if output.is_trained and i in output.new_updates
     ]
     pairs = _drop_scalars(pairs)
-    has_changed = _array_tests.is_any_different(pairs)
+    has_changed = _host_values.is_any_different(pairs)
     updates = _list_updates(runs, i)
     if not pairs or (has_changed and not _may_lose_updates(pairs)):
       continue
@@ -167,14 +167,14 @@ def _responds(
     and not output.in_scale_state
     and _may_be_param(x.shape, shapes)
   ]
-  return _array_tests.is_any_different(pairs)
+  return _host_values.is_any_different(pairs)
 
 
 def _explain_unchanged_params(
   params: Sequence[Any], updates: Sequence[Any]
 ) -> Iterator[_problem.Problem | str]:
   """Yield why a step returns the old parameters: a mistake or a limitation."""
-  update_amax = _array_tests.compute_amax(updates)
+  update_amax = _host_values.compute_amax(updates)
   if update_amax == 0:
     yield (
       "whether the parameters change: all updates of this step are zero, as at"
@@ -186,7 +186,7 @@ def _explain_unchanged_params(
   # next number.
   eps = max(map(_get_eps, dtypes))
   text = " and ".join(map(str, dtypes))
-  if update_amax > eps * _array_tests.compute_amax(params):
+  if update_amax > eps * _host_values.compute_amax(params):
     return  # They are at a bound, for example.
   if eps <= _FLOAT32_EPS:
     yield (
@@ -201,7 +201,7 @@ def _may_lose_updates(pairs: Sequence[tuple[Any, Any]]) -> bool:
   """Return whether most entries of half-precision parameters don't change."""
   half_pairs = [(x, y) for x, y in pairs if _get_eps(x.dtype) > _FLOAT32_EPS]
   num_entries = sum(x.size for x, _ in half_pairs)
-  num_changed = _array_tests.count_different(half_pairs)
+  num_changed = _host_values.count_different(half_pairs)
   return num_entries - num_changed > _MAX_LOST_FRACTION * num_entries
 
 
@@ -215,8 +215,8 @@ def _check_lost_fraction(
       step. They may also be averages or master copies of parameters.
     updates: the updates. Those of a loop are stacked, and are not compared.
   """
-  num_updates = _array_tests.count_nonzero(updates)
-  num_lost = num_updates - _array_tests.count_different(pairs)
+  num_updates = _host_values.count_nonzero(updates)
+  num_lost = num_updates - _host_values.count_different(pairs)
   is_stacked = sum(x.size for x in updates) > sum(x.size for x, _ in pairs)
   if is_stacked or num_lost <= _MAX_LOST_FRACTION * num_updates:
     return

@@ -24,10 +24,10 @@ from optax_lossscale._jaxprs import (
   _state_threading,
 )
 from optax_lossscale.diagnostics import (
-  _effects,
   _eqn_stats,
   _host_values,
   _outputs,
+  _report_program,
 )
 
 _NEVER = np.iinfo(np.int32).max
@@ -171,7 +171,7 @@ class _Inputs(NamedTuple):
   has_prints: Any
 
 
-class _Instrumenter(_effects.ReportEvaluator):
+class _Instrumenter(_report_program.ReportEvaluator):
   """Evaluates a program, and records whether its values are finite.
 
   The state has, by key: for a checked value, whether it was nonfinite, followed

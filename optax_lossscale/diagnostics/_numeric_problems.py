@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale.diagnostics import (
-  _array_tests,
   _host_values,
   _problem,
   _scaling_mistakes,
@@ -273,6 +272,6 @@ def _list_zero_grads(
       for output, out in zip(traced.outputs, outs, strict=True)
       if output.kind == "grads" and output.group == i
     ]
-    is_zero = not _array_tests.is_any_nonzero(grads)
+    is_zero = not _host_values.is_any_nonzero(grads)
     if (flag >= 0).any() and grads and is_zero:
       yield i

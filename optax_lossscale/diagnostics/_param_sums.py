@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from optax_lossscale import _arrays
 from optax_lossscale.diagnostics import (
-  _array_tests,
   _host_values,
   _outputs,
   _problem,
@@ -159,7 +158,7 @@ class ParamSums:
       ]
     )
     triples = zip(traced.outputs, self._runs.outs, outs, strict=True)
-    return _array_tests.is_any_different(
+    return _host_values.is_any_different(
       (x, y) for output, x, y in triples if output.kind in ("loss", "grads")
     )
 

@@ -8,7 +8,6 @@ import numpy as np
 
 from optax_lossscale._jaxprs import _eqns
 from optax_lossscale.diagnostics import (
-  _array_tests,
   _host_values,
   _outputs,
   _problem,
@@ -281,7 +280,7 @@ def _find_moved(
     and indices & output.new_updates
     and x.shape[: len(shape)] == shape
   ]
-  rows = [_array_tests.find_different_rows(x, y, len(shape)) for x, y in pairs]
+  rows = [_host_values.find_different_rows(x, y, len(shape)) for x, y in pairs]
   return np.any(_host_values.to_host(rows) or [np.ones(shape, bool)], axis=0)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from optax_lossscale.diagnostics import (
   _applied_updates,
-  _array_tests,
+  _host_values,
   _outputs,
   _param_sums,
   _problem,
@@ -183,7 +183,7 @@ def _check_larger_scales(runs: _step_runs.StepRuns) -> list[_problem.Problem]:
     flags = _scaling_mistakes.read_applied_flags(traced, outs)
     if any((flag == 0).any() for flag in flags):
       break
-    indices = _array_tests.list_nonfinite([outs[i] for i, _ in unscaled])
+    indices = _host_values.list_nonfinite([outs[i] for i, _ in unscaled])
     # A step may try again with a smaller scale, so that only the first
     # gradients overflow.
     if {unscaled[i][1] for i in indices} == groups:
@@ -203,7 +203,7 @@ def _check_flags(runs: _step_runs.StepRuns) -> list[_problem.Problem]:
   for output, x, y in zip(traced.outputs, runs.outs, outs, strict=True):
     if (
       output.is_trained
-      and _array_tests.is_any_different([(x, y)])
+      and _host_values.is_any_different([(x, y)])
       and any(_is_equal(y, old) for old in traced.inputs)
     ):
       return [_problem.fill_in_names(_OLD_FLAG, name=output.name)]
@@ -212,7 +212,7 @@ def _check_flags(runs: _step_runs.StepRuns) -> list[_problem.Problem]:
 
 def _is_equal(x: Any, y: Any) -> bool:
   is_same_type = (x.shape, x.dtype) == (y.shape, y.dtype)
-  return is_same_type and not _array_tests.is_any_different([(x, y)])
+  return is_same_type and not _host_values.is_any_different([(x, y)])
 
 
 def _check_copies(
@@ -224,7 +224,7 @@ def _check_copies(
     for output, x in zip(traced.outputs, outs, strict=True)
     if output.kind in _outputs.RETURNED_KINDS
     and (output.depends_on_update or output.in_scale_state)
-    and _array_tests.has_different_copies(x)
+    and _host_values.has_different_copies(x)
   ]
   # Parameters that are shards are no copies. Their scale should be one.
   others = [x for x in different if not x.in_scale_state]
@@ -255,12 +255,12 @@ def _check_nan_state(
     if output.is_trained
     and _outputs.replaces_argument(output.name, get_type(x), arguments)
   ]
-  nonfinite = _array_tests.list_nonfinite(y for _, _, y in states)
+  nonfinite = _host_values.list_nonfinite(y for _, _, y in states)
   # A state may hold inf from the start, such as the best loss so far.
   names = [
     name
     for name, x, y in map(states.__getitem__, nonfinite)
-    if _array_tests.has_nan(y) and not _array_tests.has_nan(x)
+    if _host_values.has_nan(y) and not _host_values.has_nan(x)
   ]
   if not names:
     return []

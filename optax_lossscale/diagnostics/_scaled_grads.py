@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from optax_lossscale.diagnostics import (
-  _array_tests,
+  _host_values,
   _outputs,
   _problem,
   _scaling_mistakes,
@@ -127,7 +127,7 @@ class _Experiment:
       for i, output in enumerate(runs.traced.outputs)
       if output.kind == "grads"
       and (applied_flags[output.group] == 1).any()
-      and _array_tests.is_any_nonzero([runs.outs[i]])
+      and _host_values.is_any_nonzero([runs.outs[i]])
     }
     self.scales_by_grad: dict[int, set[int]] = {i: set() for i in self._grads}
     self._scales_by_update: dict[int, set[int]] = {}
@@ -147,7 +147,7 @@ class _Experiment:
       for i in self._list_overflowing(outs):
         self.scales_by_grad[i].add(index)
       self._zeros_after_overflow |= {
-        i for i in self._grads if not _array_tests.is_any_nonzero([outs[i]])
+        i for i in self._grads if not _host_values.is_any_nonzero([outs[i]])
       }
       scales_after = self._traced.read_kind(outs, "update_scale")
       for k, scale in enumerate(scales_after):
@@ -196,10 +196,10 @@ class _Experiment:
       replaced: its value if unscaled gradients are small.
     """
     output = self._grads[i]
-    is_after_unscaling = replaced is not None and _array_tests.is_any_different(
+    is_after_unscaling = replaced is not None and _host_values.is_any_different(
       [(replaced, self._runs.outs[i])]
     )
-    if is_after_unscaling and not _array_tests.is_any_nonzero([replaced]):
+    if is_after_unscaling and not _host_values.is_any_nonzero([replaced]):
       return _CAST_TO_HALF
     if _is_fixed(self._traced, output.group):
       # The user may multiply the loss by a fixed scale as a constant.
@@ -254,8 +254,8 @@ class _Experiment:
       if (
         len(new_updates) == len(updates[second])
         and all(x.shape == y.shape for x, y in pairs)
-        and _array_tests.is_any_nonzero(new_updates)
-        and not _array_tests.is_any_different(pairs)
+        and _host_values.is_any_nonzero(new_updates)
+        and not _host_values.is_any_different(pairs)
       ):
         yield _problem.fill_in_names(
           _CHAINED_WRAPPERS, first=first, second=second
@@ -271,7 +271,7 @@ class _Experiment:
 
   def _list_overflowing(self, outs: Sequence[Any]) -> Iterator[int]:
     """Yield the gradients that overflow in a run, even if it is hidden."""
-    nonfinite = {*_array_tests.list_nonfinite(outs)}
+    nonfinite = {*_host_values.list_nonfinite(outs)}
     outputs = self._traced.outputs
     received = {outputs[i].group for i in nonfinite & self._grads.keys()}
     is_hidden = any(outputs[i].kind == "unscaled" for i in nonfinite)

@@ -18,7 +18,6 @@ import numpy as np
 
 from optax_lossscale._jaxprs import _eqns, _walk
 from optax_lossscale.diagnostics import (
-  _array_tests,
   _host_values,
   _outputs,
   _problem,
@@ -102,7 +101,7 @@ def check_applied_flags(
   if (flag_values < 0).all():
     return [UPDATE_NOT_RUN]
   unscaled_grads = traced.select_kind(outs, "unscaled")
-  has_overflow = not _array_tests.all_finite(unscaled_grads)
+  has_overflow = not _host_values.all_finite(unscaled_grads)
   # If any `update` skipped its step, it may have received the overflow. If one
   # did not run, such as behind an accumulation, it may receive the overflow in
   # a later step. So the overflow is only hidden if all updates were applied.

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from optax_lossscale.diagnostics import (
-  _array_tests,
   _host_values,
   _outputs,
   _tracing,
@@ -118,6 +117,6 @@ def has_finite_grads(
   traced: _tracing.TracedFunction, outs: Sequence[Any]
 ) -> bool:
   """Return whether all gradients are finite."""
-  return _array_tests.all_finite(
+  return _host_values.all_finite(
     traced.select_kind(outs, "grads") + traced.select_kind(outs, "unscaled")
   )

@@ -28,7 +28,6 @@ from optax_lossscale._jaxprs import (
   _walk,
 )
 from optax_lossscale.diagnostics import (
-  _array_tests,
   _flat_call,
   _host_values,
   _outputs,
@@ -230,7 +229,7 @@ def trace(
   outputs = [*call.outputs, *_outputs.as_outputs(harvest.tagged_values)]
   regions, tags = None, {}
   if not allow_abstract:
-    regions = _regions.find_regions(closed_jaxpr, _array_tests.is_finite)
+    regions = _regions.find_regions(closed_jaxpr, _host_values.is_finite)
     tags = _outputs.list_tags(regions)
     outputs = _outputs.describe_dependence(closed_jaxpr, outputs, regions, tags)
   if check_results:

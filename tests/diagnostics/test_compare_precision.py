@@ -25,8 +25,8 @@ from optax_lossscale import diagnostics
 from optax_lossscale._autocast import _calls
 from optax_lossscale._jaxprs import _higher_order, _provenance
 from optax_lossscale.diagnostics import (
-  _compiler_options,
   _progress,
+  _report_program,
   _step_runs,
   _tracing,
 )
@@ -314,7 +314,7 @@ def test_numbers_are_rounded_as_by_a_conversion(dtype):
   x = np.where(np.abs(x) < 2.0**-126, 0, x)  # XLA flushes what is subnormal.
   found = jax.jit(
     functools.partial(_float32_eqns.round_to_dtype, dtype=np.dtype(dtype)),
-    compiler_options=_compiler_options.make_compiler_options([jnp.ones(())]),
+    compiler_options=_report_program.make_compiler_options([jnp.ones(())]),
   )(x)
   with np.errstate(over="ignore", invalid="ignore"):
     expected = x.astype(dtype).astype(np.float32)

@@ -24,11 +24,11 @@ import numpy as np
 from optax_lossscale import _transfer_guard
 from optax_lossscale._autocast import _matmuls
 from optax_lossscale.diagnostics import (
-  _compiler_options,
   _instrumented_program,
   _layer_precision,
   _problem,
   _progress,
+  _report_program,
   _scale_search,
   _scaled_grads,
   _step_runs,
@@ -130,7 +130,7 @@ def compare_precision(
     program = _instrumented_program.InstrumentedProgram(
       traced.closed_jaxpr,
       traced.get_regions(),
-      _compiler_options.make_compiler_options(traced.inputs),
+      _report_program.make_compiler_options(traced.inputs),
       checked=(),
       tags=traced.tags,
     )

@@ -30,9 +30,8 @@ from optax_lossscale._jaxprs import (
   _walk,
 )
 from optax_lossscale.diagnostics import (
-  _compiler_options,
   _dtype_limits,
-  _effects,
+  _report_program,
 )
 from optax_lossscale.diagnostics._comparison import (
   _float32_eqns,
@@ -96,7 +95,7 @@ class ReferenceProgram:
       self.limitations |= evaluator.limitations
       return RunResult(outs if has_outs else [], stats)
 
-    options = _compiler_options.make_compiler_options(example_inputs)
+    options = _report_program.make_compiler_options(example_inputs)
     self._run = jax.jit(run, compiler_options=options)
 
   def run(
@@ -136,7 +135,7 @@ class _RunInputs(NamedTuple):
   flipped_bits: Any
 
 
-class _ReferenceEvaluator(_effects.ReportEvaluator):
+class _ReferenceEvaluator(_report_program.ReportEvaluator):
   """Evaluates a program in float32, under a trace.
 
   The state has the statistics of the layers that are measured, and ``shared``

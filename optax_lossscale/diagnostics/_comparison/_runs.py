@@ -8,7 +8,6 @@ import jax
 import numpy as np
 
 from optax_lossscale.diagnostics import (
-  _array_tests,
   _host_values,
   _problem,
   _progress,
@@ -75,7 +74,7 @@ class ReferenceRuns:
     self._has_overflow = self._has_nonfinite_grads(half_outs)
     indices = _output_errors.list_compared_indices(traced.outputs)
     measured: list[int] = []
-    if self._has_overflow or not _array_tests.all_finite(
+    if self._has_overflow or not _host_values.all_finite(
       [half_outs[i] for i in indices]
     ):
       # The magnitudes of the matmuls explain an overflow.
@@ -149,7 +148,7 @@ class ReferenceRuns:
     A step may hide it, or not call `update`.
     """
     unscaled = self._traced.select_kind(outs, "unscaled")
-    return not _array_tests.all_finite(unscaled)
+    return not _host_values.all_finite(unscaled)
 
   def _judge_large_errors(self) -> tuple[np.ndarray, np.ndarray]:
     """Return which arrays are noise, and which have an expected error."""

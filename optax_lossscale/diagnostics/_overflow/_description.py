@@ -17,7 +17,7 @@ from optax_lossscale._jaxprs import (
   _state_threading,
   _walk,
 )
-from optax_lossscale.diagnostics import _array_tests, _eqn_stats, _tracing
+from optax_lossscale.diagnostics import _eqn_stats, _host_values, _tracing
 from optax_lossscale.diagnostics._overflow import (
   _domains,
   _origins,
@@ -193,4 +193,4 @@ def _get_constant(
 
 
 def _get_kind(array: Any) -> str:
-  return "inf" if _array_tests.has_inf(array) else "nan"
+  return "inf" if _host_values.has_inf(array) else "nan"

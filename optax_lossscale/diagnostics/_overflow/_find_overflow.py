@@ -26,12 +26,11 @@ from optax_lossscale._jaxprs import (
   _walk,
 )
 from optax_lossscale.diagnostics import (
-  _array_tests,
-  _compiler_options,
-  _effects,
+  _host_values,
   _instrumented_program,
   _problem,
   _progress,
+  _report_program,
   _scaled_grads,
   _scaling_mistakes,
   _step_runs,
@@ -175,7 +174,7 @@ def search_traced(
   program = _instrumented_program.InstrumentedProgram(
     traced.closed_jaxpr,
     traced.get_regions(),
-    _compiler_options.make_compiler_options(traced.inputs),
+    _report_program.make_compiler_options(traced.inputs),
     tags=traced.tags,
   )
   progress.set_description("compiling and running the function")
@@ -187,7 +186,7 @@ def search_traced(
   traced = runs.traced
   bad_outputs = [
     i
-    for i in _array_tests.list_nonfinite(record.outs)
+    for i in _host_values.list_nonfinite(record.outs)
     if traced.outputs[i].kind not in ("metric", "unused")
   ]
   origins = [
@@ -236,7 +235,7 @@ def _join_origins(
   """Return the first origin, with the others, and with warnings."""
   first, *others = _disambiguate_names(traced, origins)
   warnings = list(map(str, mistakes))
-  if _effects.has_callback_with_result(traced.closed_jaxpr.jaxpr):
+  if _report_program.has_callback_with_result(traced.closed_jaxpr.jaxpr):
     warnings.insert(0, _REPEATED_CALLBACK)
   return dataclasses.replace(
     first, other_origins=tuple(others), warnings=tuple(warnings)
@@ -357,4 +356,4 @@ def _is_faulty_state(traced: _tracing.TracedFunction, index: int) -> bool:
   """
   array, name = traced.inputs[index], traced.input_names[index]
   is_state = _INNER_STATE_RE.search(name) is not None
-  return is_state and (array.shape != () or _array_tests.has_nan(array))
+  return is_state and (array.shape != () or _host_values.has_nan(array))

@@ -10,7 +10,6 @@ import dataclasses
 import numpy as np
 
 from optax_lossscale.diagnostics import (
-  _array_tests,
   _host_values,
   _scale_search,
   _step_runs,
@@ -57,7 +56,7 @@ def assess_loss_scale(
     )
     for origin in origins
   ]
-  if factor == 0 or not _array_tests.all_finite(
+  if factor == 0 or not _host_values.all_finite(
     traced.select_kind(outs, "loss")
   ):
     # An argument is the origin of what it reaches, whatever the direction is.
@@ -80,7 +79,7 @@ def _find_scale_factor(runs: _step_runs.StepRuns) -> tuple[float, bool]:
   grads = runs.traced.select_kind(outs, "grads")
   return (
     2.0**-log2_decrease,
-    bool(grads) and not _array_tests.is_any_nonzero(grads),
+    bool(grads) and not _host_values.is_any_nonzero(grads),
   )
 
 

@@ -25,8 +25,8 @@ from jax.extend import core
 
 from optax_lossscale._jaxprs import _primitives, _regions
 from optax_lossscale.diagnostics import (
-  _array_tests,
   _eqn_stats,
+  _host_values,
   _instrumented_program,
   _progress,
 )
@@ -117,9 +117,9 @@ class _NonfiniteValues:
   ) -> None:
     self._regions = regions
     bad_args: list[Key] = [
-      (_regions.ARGUMENT, i) for i in _array_tests.list_nonfinite(inputs)
+      (_regions.ARGUMENT, i) for i in _host_values.list_nonfinite(inputs)
     ]
-    has_nan = lambda key: _array_tests.has_nan(inputs[key[1]])
+    has_nan = lambda key: _host_values.has_nan(inputs[key[1]])
     nan_args = list(filter(has_nan, bad_args))
     # An argument with inf, but no NaN, may be a mask.
     self._inf_args = set(bad_args).difference(nan_args)
@@ -368,7 +368,7 @@ class _OriginSearch:
     record = self.program.run(inputs, healed)
     bad_outputs = {
       _regions.get_output_key(self.program.output_indices[i])
-      for i in _array_tests.list_nonfinite(record.outs)
+      for i in _host_values.list_nonfinite(record.outs)
     }
     bad_keys = bad_outputs.union(record.first_nonfinite)
     return record, frozenset(bad_keys.intersection(self._targets))
@@ -390,7 +390,7 @@ class _OriginSearch:
     is_literal = lambda key: (
       key in self._stats
       and self._stats[key].is_nonfinite.any()
-      and not _array_tests.all_finite(read_literals(key))
+      and not _host_values.all_finite(read_literals(key))
     )
     constants: dict[Key, Iterations] = {}
     last_eqns: dict[Key, Iterations] = {}
