@@ -16,7 +16,6 @@ from optax_lossscale.diagnostics._gradient_report import (
   GradientReport,
   GradientStats,
 )
-from optax_lossscale.diagnostics._layer_precision import LayerPrecision
 from optax_lossscale.diagnostics._leaves import (
   nonfinite_leaves,
   NonfiniteLeaf,
@@ -34,7 +33,7 @@ from optax_lossscale.diagnostics._probes import (
   probe_metrics,
   probe_update_kwargs,
 )
-from optax_lossscale.diagnostics._problem import Problem
+from optax_lossscale.diagnostics._reports import LayerPrecision, Problem
 
 __all__ = [
   "Flops",

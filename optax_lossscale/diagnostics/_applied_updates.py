@@ -11,18 +11,18 @@ from optax_lossscale._jaxprs import _eqns
 from optax_lossscale.diagnostics import (
   _host_values,
   _outputs,
-  _problem,
+  _reports,
   _scaling_mistakes,
   _step_runs,
 )
 
-NO_PARAMS = _problem.Problem(
+NO_PARAMS = _reports.Problem(
   "The step does not return parameters that depend on the updates, so nothing"
   " is trained.",
   "Return the new parameters: params = optax.apply_updates(params, updates).",
 )
 
-_LOST_UPDATES = _problem.Problem(
+_LOST_UPDATES = _reports.Problem(
   "No parameter changes, although the updates are not zero: they are smaller"
   " than the distance to the next number of {dtype}.",
   "Keep the parameters in float32, and cast them to half precision in the"
@@ -33,7 +33,7 @@ _PARTLY_LOST_UPDATES = _LOST_UPDATES._replace(
   " smaller than the distance to the next number of {dtype}."
 )
 
-_UNCHANGED_PARAMS = _problem.Problem(
+_UNCHANGED_PARAMS = _reports.Problem(
   "The step returns the old parameters, although the updates are not zero.",
   "Return the new parameters: params = optax.apply_updates(params, updates).",
 )
@@ -50,7 +50,7 @@ _FLOAT32_EPS = float(jnp.finfo(jnp.float32).eps)
 
 def check_dependence(
   runs: _step_runs.StepRuns, ran_indices: Sequence[int]
-) -> list[_problem.Problem] | None:
+) -> list[_reports.Problem] | None:
   """Check that the results depend on the updates of each `update`.
 
   A value that depends on them through integers or Refs follows them.
@@ -87,7 +87,7 @@ def check_dependence(
 
 def check_changes(
   runs: _step_runs.StepRuns, overflow_outs: Sequence[Any]
-) -> Iterator[_problem.Problem | str]:
+) -> Iterator[_reports.Problem | str]:
   """Check that a step changes the parameters.
 
   Args:
@@ -172,7 +172,7 @@ def _responds(
 
 def _explain_unchanged_params(
   params: Sequence[Any], updates: Sequence[Any]
-) -> Iterator[_problem.Problem | str]:
+) -> Iterator[_reports.Problem | str]:
   """Yield why a step returns the old parameters: a mistake or a limitation."""
   update_amax = _host_values.compute_amax(updates)
   if update_amax == 0:
@@ -194,7 +194,7 @@ def _explain_unchanged_params(
       f" for {text}, as at the beginning of a warm-up"
     )
   else:
-    yield _problem.fill_in_names(_LOST_UPDATES, dtype=text)
+    yield _reports.fill_in_names(_LOST_UPDATES, dtype=text)
 
 
 def _may_lose_updates(pairs: Sequence[tuple[Any, Any]]) -> bool:
@@ -207,7 +207,7 @@ def _may_lose_updates(pairs: Sequence[tuple[Any, Any]]) -> bool:
 
 def _check_lost_fraction(
   pairs: Sequence[tuple[Any, Any]], updates: Sequence[Any]
-) -> Iterator[_problem.Problem]:
+) -> Iterator[_reports.Problem]:
   """Check that a step changes most parameters that have an update.
 
   Args:
@@ -223,7 +223,7 @@ def _check_lost_fraction(
   half_dtypes = {x.dtype for x, _ in pairs if _get_eps(x.dtype) > _FLOAT32_EPS}
   text = " and ".join(sorted(map(str, half_dtypes)))
   fraction = num_lost / num_updates
-  yield _problem.fill_in_names(
+  yield _reports.fill_in_names(
     _PARTLY_LOST_UPDATES, dtype=text, fraction=fraction
   )
 

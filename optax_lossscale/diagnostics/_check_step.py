@@ -16,9 +16,8 @@ from optax_lossscale import _transfer_guard
 from optax_lossscale.diagnostics import (
   _numeric_problems,
   _precision_report,
-  _problem,
   _progress,
-  _report_format,
+  _reports,
   _returned_values,
   _scaling_mistakes,
   _tracing,
@@ -36,7 +35,7 @@ _MAX_NOT_CHECKED = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class StepCheck(_report_format.PrintedReport):
+class StepCheck(_reports.PrintedReport):
   """Result of :func:`check_step`. Prints as a list of at most 20 lines.
 
   Attributes:
@@ -64,7 +63,7 @@ class StepCheck(_report_format.PrintedReport):
     (True, 'the loss is scaled once, by the state that update holds')
   """
 
-  problems: tuple[_problem.Problem, ...]
+  problems: tuple[_reports.Problem, ...]
   passed: tuple[str, ...]
   not_checked: tuple[str, ...]
   precision: _precision_report.PrecisionReport
@@ -223,7 +222,7 @@ def _run_reports(
 
 def _judge_results(
   results: _Results,
-) -> tuple[list[_problem.Problem], list[str]]:
+) -> tuple[list[_reports.Problem], list[str]]:
   """Return the problems of a step, and the checks that passed."""
   precision, search, comparison, returned = results
   mistakes = dict.fromkeys(
@@ -256,7 +255,7 @@ def _judge_results(
 
 def _find_numeric_problems(
   results: _Results, has_run: bool
-) -> list[_problem.Problem]:
+) -> list[_reports.Problem]:
   """Return the problems with overflow, lost precision and zero gradients.
 
   Args:

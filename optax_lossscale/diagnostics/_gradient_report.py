@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _transfer_guard
-from optax_lossscale.diagnostics import _dtype_limits, _leaves, _report_format
+from optax_lossscale.diagnostics import _dtype_limits, _leaves, _reports
 
 
 class GradientStats(NamedTuple):
@@ -54,7 +54,7 @@ class GradientStats(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class GradientReport(_report_format.PrintedReport):
+class GradientReport(_reports.PrintedReport):
   """The report of :func:`gradient_report`: how gradients survive a cast.
 
   Attributes:
@@ -85,7 +85,7 @@ class GradientReport(_report_format.PrintedReport):
 
   def __str__(self) -> str:
     rows = [_as_cells(row) for row in (*self.leaves, self.total)]
-    table = _report_format.format_table(rows, num_left_aligned=3)
+    table = _reports.format_table(rows, num_left_aligned=3)
     heading = (
       f"Gradients multiplied by loss scale {self.loss_scale:g} and cast to"
       f" {self.dtype}:"

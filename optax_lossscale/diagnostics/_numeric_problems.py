@@ -13,7 +13,7 @@ import numpy as np
 
 from optax_lossscale.diagnostics import (
   _host_values,
-  _problem,
+  _reports,
   _scaling_mistakes,
   _step_runs,
   _tracing,
@@ -60,9 +60,9 @@ def find_numeric_problems(
   origin: _overflow_report.Overflow | None,
   report: _comparison_report.PrecisionComparison | None,
   loss_scale: LossScale,
-) -> list[_problem.Problem]:
+) -> list[_reports.Problem]:
   """Return the problems with overflow, or else with lost precision."""
-  problems: list[_problem.Problem] = []
+  problems: list[_reports.Problem] = []
   is_scale_cause = origin is None or (
     origin.scale_factor != 0 and not origin.has_zero_grads
   )
@@ -83,7 +83,7 @@ def _find_precision_problems(
   report: _comparison_report.PrecisionComparison,
   loss_scale: LossScale,
   is_scale_cause: bool,
-) -> Iterator[_problem.Problem]:
+) -> Iterator[_reports.Problem]:
   log2_change = report.suggested_log2_scale_change
   if report.reference_is_zero:
     return
@@ -133,7 +133,7 @@ def _describe_overflow(
 
 def _explain_large_error(
   report: _comparison_report.PrecisionComparison,
-) -> _problem.Problem:
+) -> _reports.Problem:
   """Return the problem of an error that no layer causes alone."""
   details = f"relative error {report.error:.2g}"
   for name in report.inaccurate_arrays[:1]:
@@ -142,7 +142,7 @@ def _explain_large_error(
   layers = ", ".join(
     f"{name} ({report.get_row(name).isolated_error:.2g})" for name in names
   )
-  return _problem.Problem(
+  return _reports.Problem(
     f"The gradients are inaccurate in {report.dtype}: {details}. No layer alone"
     f" explains it; the largest errors of single layers: {layers}.",
     f"Run some of the layers in float32: {report.format_fix(names)}",
@@ -151,23 +151,23 @@ def _explain_large_error(
 
 def _suggest_float32(
   report: _comparison_report.PrecisionComparison, name: str, cause: str
-) -> _problem.Problem:
+) -> _reports.Problem:
   """Return a problem whose fix is to compute a layer in float32."""
   if not report.get_row(name).in_autocast:
     fix = report.format_fix([name])
-    return _problem.Problem(cause, f"{fix[0].upper()}{fix[1:]}.")
+    return _reports.Problem(cause, f"{fix[0].upper()}{fix[1:]}.")
   fix = f"ols.autocast(loss_fn, keep_float32={name!r})"
-  return _problem.Problem(cause, fix, keep_float32=(name,))
+  return _reports.Problem(cause, fix, keep_float32=(name,))
 
 
 def _suggest_rescale(
   cause: str, log2_change: int, loss_scale: LossScale
-) -> _problem.Problem:
+) -> _reports.Problem:
   """Return a problem whose fix is another loss scale."""
   if loss_scale.value is None:
     verb = "Raise" if log2_change > 0 else "Lower"
     fix = f"{verb} the loss scale by 2**{abs(log2_change)}."
-    return _problem.Problem(f"{cause}.", fix)
+    return _reports.Problem(f"{cause}.", fix)
   new_scale = loss_scale.value * 2.0**log2_change
   cause = f"{cause} (loss scale {loss_scale.value:g})."
   if loss_scale.lowest is not None and new_scale < loss_scale.lowest:
@@ -178,23 +178,23 @@ def _suggest_rescale(
       f" ols.DynamicLossScale(min_scale={new_scale:g}), or make the loss"
       " smaller."
     )
-    return _problem.Problem(cause, fix)
+    return _reports.Problem(cause, fix)
   fix = f"opt_state = ols.set_loss_scale(opt_state, {new_scale:g})"
   if log2_change < 0 and loss_scale.can_decrease:
     fix += "; a dynamic loss scale also decreases on its own"
-  return _problem.Problem(cause, fix, loss_scale=new_scale)
+  return _reports.Problem(cause, fix, loss_scale=new_scale)
 
 
-def _as_problem(origin: _overflow_report.Overflow) -> _problem.Problem:
+def _as_problem(origin: _overflow_report.Overflow) -> _reports.Problem:
   if origin.primitive == "argument":
-    return _problem.Problem(
+    return _reports.Problem(
       f"The argument {origin.eqn_path} holds {origin.kind}.", origin.fix
     )
   operands_text = f" of {', '.join(map(str, origin.inputs[:2]))}" * bool(
     origin.inputs
   )
   cause = f"{_describe_origin(origin)}{operands_text}."
-  return _problem.Problem(cause, origin.fix)
+  return _reports.Problem(cause, origin.fix)
 
 
 def _describe_origin(origin: _overflow_report.Overflow) -> str:
@@ -209,7 +209,7 @@ def _describe_origin(origin: _overflow_report.Overflow) -> str:
 def find_zero_grad_problems(
   runs: _step_runs.StepRuns,
   report: _comparison_report.PrecisionComparison | None,
-) -> Iterator[_problem.Problem]:
+) -> Iterator[_reports.Problem]:
   """Yield a problem for each `update` whose gradients are all zero.
 
   Args:
@@ -224,7 +224,7 @@ def find_zero_grad_problems(
       f"All gradients of update [{k}]" if num_updates > 1 else ("All gradients")
     )
     if log2_decrease is not None:
-      yield _problem.Problem(
+      yield _reports.Problem(
         f"{subject} are zero at this loss scale, but not if it is lower by a"
         f" factor of 2**{log2_decrease}: something cuts off the scaled loss,"
         " such as a clip at the largest number of float16.",
@@ -234,7 +234,7 @@ def find_zero_grad_problems(
       continue
     is_zero_in_float32 = report is not None and report.reference_is_zero
     in_float32 = ", in float32 too" if is_zero_in_float32 else ""
-    yield _problem.Problem(
+    yield _reports.Problem(
       f"{subject} are zero{in_float32}.",
       "This is fine if it is meant, such as a loss that begins later, or an"
       " accumulator in front of update. Otherwise check a batch that has"

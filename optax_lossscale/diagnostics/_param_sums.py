@@ -16,12 +16,12 @@ from optax_lossscale import _arrays
 from optax_lossscale.diagnostics import (
   _host_values,
   _outputs,
-  _problem,
+  _reports,
   _step_runs,
   _tracing,
 )
 
-_OLD_LEAF = _problem.Problem(
+_OLD_LEAF = _reports.Problem(
   "The step returns the old {name}, although its update is not zero: other"
   " parameters are new.",
   "Return the new parameters: params = optax.apply_updates(params, updates).",
@@ -30,26 +30,26 @@ _OLD_PARAMS = _OLD_LEAF._replace(
   cause="The step returns the old parameters ({name}) next to an average of the"
   " new ones, although the updates are not zero."
 )
-_SUBTRACTED = _problem.Problem(
+_SUBTRACTED = _reports.Problem(
   "The updates are subtracted from the parameters ({name}), so training goes"
   " uphill.",
   "Add them, since they have the sign of a descent already: params ="
   " optax.apply_updates(params, updates).",
 )
-_SUM_IN_HALF = _problem.Problem(
+_SUM_IN_HALF = _reports.Problem(
   "The new parameters ({name}) are stored in float32, but the sum of parameter"
   " and update was rounded to half precision, so small updates are"
   " lost.",
   "Add in float32: params = optax.apply_updates(params, updates). Cast to half"
   " precision in the model only.",
 )
-_OTHER_PARAMS = _problem.Problem(
+_OTHER_PARAMS = _reports.Problem(
   "The loss does not depend on the parameters that the step updates ({name}):"
   " it stays the same if they change.",
   "Pass the parameters of the step to the loss, and don't close over others:"
   " ols.value_and_grad(loss_fn, opt_state)(params, batch).",
 )
-_SHARED_STATE = _problem.Problem(
+_SHARED_STATE = _reports.Problem(
   "Two networks ({name} and {other}) share one opt_state, so each mixes its"
   " moments with those of the other.",
   "Call tx.init for each of them, or train both with one update:"
@@ -83,7 +83,7 @@ class ParamSums:
       x for x, flag in zip(triples, flags, strict=True) if not flag
     ]
 
-  def find_mistakes(self) -> list[_problem.Problem]:
+  def find_mistakes(self) -> list[_reports.Problem]:
     """Return the first mistake in how updates are applied."""
     new_trees = {x.trees for x in self.sums}
     # If one sum was rounded to half precision, so were the others.
@@ -93,19 +93,19 @@ class ParamSums:
     )
     for x, comparison in zip(checked, comparisons, strict=True):
       if comparison.is_difference and not self.sums:
-        return [_problem.fill_in_names(_SUBTRACTED, name=x.name)]
+        return [_reports.fill_in_names(_SUBTRACTED, name=x.name)]
       if comparison.is_sum_in_half:
-        return [_problem.fill_in_names(_SUM_IN_HALF, name=x.name)]
+        return [_reports.fill_in_names(_SUM_IN_HALF, name=x.name)]
       is_old = comparison.is_unchanged and not x.depends_on_update
       if not is_old or not comparison.is_nonzero:
         continue
       if x.trees in new_trees:
-        return [_problem.fill_in_names(_OLD_LEAF, name=x.name)]
+        return [_reports.fill_in_names(_OLD_LEAF, name=x.name)]
       if not self.sums and not _has_new_params(self._runs, x):
-        return [_problem.fill_in_names(_OLD_PARAMS, name=x.name)]
+        return [_reports.fill_in_names(_OLD_PARAMS, name=x.name)]
     return self._check_shared_state() or self._check_loss()
 
-  def _check_shared_state(self) -> list[_problem.Problem]:
+  def _check_shared_state(self) -> list[_reports.Problem]:
     """Check that updates with one state add to the same parameters."""
     traced = self._runs.traced
     scales = [traced.inputs[i] for i in traced.scale_indices]
@@ -125,9 +125,9 @@ class ParamSums:
     if not separate:
       return []
     name, other = (".".join(min(trees)) or "params" for trees in separate[0])
-    return [_problem.fill_in_names(_SHARED_STATE, name=name, other=other)]
+    return [_reports.fill_in_names(_SHARED_STATE, name=name, other=other)]
 
-  def _check_loss(self) -> list[_problem.Problem]:
+  def _check_loss(self) -> list[_reports.Problem]:
     """Check that loss or gradients change if the updated parameters do.
 
     The value of a surrogate loss may be constant, such as a ratio to itself.
@@ -144,7 +144,7 @@ class ParamSums:
     far_params = {i: 1024 * x + 1 for i, x in new_params.items()}
     if self._depends_on(far_params):
       return []
-    return [_problem.fill_in_names(_OTHER_PARAMS, name=self.sums[0].name)]
+    return [_reports.fill_in_names(_OTHER_PARAMS, name=self.sums[0].name)]
 
   def _depends_on(self, params: dict[int, Any]) -> bool:
     """Return whether loss or gradients change with these parameters."""

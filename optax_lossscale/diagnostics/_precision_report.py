@@ -25,8 +25,7 @@ from optax_lossscale._jaxprs import (
 )
 from optax_lossscale.diagnostics import (
   _dtype_limits,
-  _layer_precision,
-  _report_format,
+  _reports,
   _tracing,
 )
 
@@ -68,7 +67,7 @@ class Flops(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class PrecisionReport(_report_format.PrintedReport):
+class PrecisionReport(_reports.PrintedReport):
   """The report of :func:`precision_report`: how much runs in which dtype.
 
   Attributes:
@@ -102,7 +101,7 @@ class PrecisionReport(_report_format.PrintedReport):
   total_flops: int
   fraction: float
   flops: tuple[Flops, ...]
-  unconverted: tuple[_layer_precision.LayerPrecision, ...]
+  unconverted: tuple[_reports.LayerPrecision, ...]
   can_autocast: bool
   limitations: tuple[str, ...]
   optimizer_flops: int = 0
@@ -126,7 +125,7 @@ class PrecisionReport(_report_format.PrintedReport):
       for row in self.flops
     ]
     unconverted = [
-      _report_format.format_location_cells(row)
+      _reports.format_location_cells(row)
       | {
         "operand dtype": row.dtype,
         "count": str(row.run_count),
@@ -145,10 +144,10 @@ class PrecisionReport(_report_format.PrintedReport):
     ]
     if flops:
       title = f"FLOPs of matmuls and convolutions: {self.total_flops:.3g}"
-      parts += [title, _report_format.format_table(flops, 2)]
+      parts += [title, _reports.format_table(flops, 2)]
     if unconverted:
       title = f"Matmuls and convolutions not in {self.dtype}:"
-      parts += [title, _report_format.format_table(unconverted, 3)]
+      parts += [title, _reports.format_table(unconverted, 3)]
     return "\n".join(parts)
 
   def _format_conclusion(self) -> list[str]:
@@ -310,7 +309,7 @@ def _as_flops(matmul: _MatmulStats) -> Flops:
 
 def _build_rows(
   matmuls: list[_MatmulStats], is_converted: Callable[[_MatmulStats], bool]
-) -> Iterator[_layer_precision.LayerPrecision]:
+) -> Iterator[_reports.LayerPrecision]:
   """Yield a row for each matmul that is not in the dtype of the report."""
   locations = [matmul.visit.location for matmul in matmuls]
   names_and_lines = _provenance.make_unique_labels(
@@ -327,7 +326,7 @@ def _build_rows(
       name = _provenance.format_location(
         location.names.candidate_labels()[0], source_line
       )
-    yield _layer_precision.LayerPrecision(
+    yield _reports.LayerPrecision(
       primitive=_source_info.get_primitive_name(matmul.visit.eqn),
       name=name,
       name_scope=location.name_scope,

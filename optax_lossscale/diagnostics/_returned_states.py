@@ -10,30 +10,30 @@ from optax_lossscale._jaxprs import _eqns
 from optax_lossscale.diagnostics import (
   _host_values,
   _outputs,
-  _problem,
+  _reports,
   _scaling_mistakes,
   _step_runs,
   _tracing,
 )
 
-_OLD_STATE = _problem.Problem(
+_OLD_STATE = _reports.Problem(
   "The step returns an old loss-scale state instead of the one that update"
   " returns, so the loss scale never changes.",
   "Return the opt_state that update returns, unchanged:"
   " updates, opt_state = tx.update(grads, opt_state, params).",
 )
-NO_STATE = _problem.Problem(
+NO_STATE = _reports.Problem(
   "The step does not return the opt_state that update returns, so the loss"
   " scale never changes, and the optimizer learns nothing from its steps.",
   "Return it: updates, opt_state = tx.update(grads, opt_state, params).",
 )
-_OLD_INNER_STATE = _problem.Problem(
+_OLD_INNER_STATE = _reports.Problem(
   "The step returns an old state of the inner optimizer, which learns nothing"
   " from its steps.",
   "Return the opt_state that update returns, unchanged:"
   " updates, opt_state = tx.update(grads, opt_state, params).",
 )
-_STATE_PUT_BACK = _problem.Problem(
+_STATE_PUT_BACK = _reports.Problem(
   "After an overflow the step returns the old loss-scale state, so the loss"
   " scale never decreases: after the first overflow, every step is skipped.",
   "Return the opt_state that update returns, unchanged, since"
@@ -41,50 +41,50 @@ _STATE_PUT_BACK = _problem.Problem(
   " Select only other state, such as batch statistics, with"
   " ols.select_if_finite.",
 )
-MULTI_STEPS = _problem.Problem(
+MULTI_STEPS = _reports.Problem(
   "optax.MultiSteps is around with_loss_scaling. It hides an overflow of the"
   " first micro-batches from update, and keeps the old loss-scale state.",
   "Put it inside: ols.with_loss_scaling(optax.MultiSteps(inner, n)).",
 )
-_MEMBER_STATE = _problem.Problem(
+_MEMBER_STATE = _reports.Problem(
   "If only the last of {size} members overflows, its loss-scale state is not"
   " the one that update returns, so its loss scale never decreases: after its"
   " first overflow, every step of this member is skipped.",
   "Return the state of each member: jax.vmap(tx.update)(grads, opt_state,"
   " params).",
 )
-_CONSTANT_SCALE = _problem.Problem(
+_CONSTANT_SCALE = _reports.Problem(
   "The step returns a constant loss scale, so it never decreases: if the scale"
   " is too high, every step is skipped.",
   "Call ols.set_loss_scale once, before training, and return the opt_state that"
   " update returns, unchanged.",
 )
-_RAISED_SCALE = _problem.Problem(
+_RAISED_SCALE = _reports.Problem(
   "The step returns a higher loss scale than update does ({scale:g} instead of"
   " {new_scale:g}): if an overflow needs a lower one, every later step is"
   " skipped.",
   "Return the opt_state that update returns, unchanged. Bounds are arguments"
   " of the policy: ols.DynamicLossScale(min_scale=..., max_scale=...).",
 )
-_UNUSED_STATE = _problem.Problem(
+_UNUSED_STATE = _reports.Problem(
   "update does not use the loss-scale state among the arguments of the step, so"
   " the loss scale never changes.",
   "Call tx.init once, before training, and pass its state to ols.value_and_grad"
   " and update.",
 )
-_NO_UPDATE_AFTER_OVERFLOW = _problem.Problem(
+_NO_UPDATE_AFTER_OVERFLOW = _reports.Problem(
   "update does not run if the gradients overflow, since a branch tests whether"
   " they are finite. So the loss scale never decreases: after the first"
   " overflow, every step is skipped.",
   "Call update outside of the branch, since with_loss_scaling skips bad steps.",
 )
-_ADJUSTED_TWICE = _problem.Problem(
+_ADJUSTED_TWICE = _reports.Problem(
   "After update, the step adjusts the loss-scale state again, so the loss scale"
   " decreases twice as fast.",
   "Drop policy.adjust, since update adjusts the state, and return the opt_state"
   " that update returns.",
 )
-_FIRST_STATE_IN_LOOP = _problem.Problem(
+_FIRST_STATE_IN_LOOP = _reports.Problem(
   "Each iteration of the loop starts update from the same state: {count}"
   " skipped iterations in a row count as one, and the optimizer forgets all but"
   " the last iteration.",
@@ -102,7 +102,7 @@ _LOG2_DECREASE = -8
 
 def check_dependence(
   runs: _step_runs.StepRuns, ran_indices: Sequence[int]
-) -> list[_problem.Problem] | None:
+) -> list[_reports.Problem] | None:
   """Check that the results may depend on the state that each `update` returns.
 
   Args:
@@ -172,7 +172,7 @@ def check_after_overflow(
   runs: _step_runs.StepRuns,
   overflow_outs: Sequence[Any],
   summed_updates: Collection[int],
-) -> Iterator[_problem.Problem | str]:
+) -> Iterator[_reports.Problem | str]:
   """Check the loss-scale states that come back after an overflow.
 
   Each must have a count of skipped steps, and a loss scale, that an `update`
@@ -288,7 +288,7 @@ def _check_loop(
   traced: _tracing.TracedFunction,
   overflow_outs: Sequence[Any],
   summed_updates: Collection[int],
-) -> Iterator[_problem.Problem]:
+) -> Iterator[_reports.Problem]:
   """Check that the iterations of a loop hand on the state of `update`.
 
   If the updates of all iterations are added to the parameters, the iterations
@@ -308,13 +308,13 @@ def _check_loop(
     is_scalar = all(x.size == 1 for x in state_counts)
     has_several = i in in_loop and is_scalar and skipped.size > 1
     if has_several and np.min(skipped) == np.max(skipped):
-      yield _problem.fill_in_names(_FIRST_STATE_IN_LOOP, count=skipped.size)
+      yield _reports.fill_in_names(_FIRST_STATE_IN_LOOP, count=skipped.size)
       return
 
 
 def check_with_other_scales(
   runs: _step_runs.StepRuns,
-) -> list[_problem.Problem]:
+) -> list[_reports.Problem]:
   """Check that a step with another loss scale returns another loss scale.
 
   So must each `update`, or it uses another state than that of the arguments.
@@ -352,7 +352,7 @@ def check_with_other_scales(
 
 def _check_bounds(
   traced: _tracing.TracedFunction, outs: Sequence[Any]
-) -> list[_problem.Problem]:
+) -> list[_reports.Problem]:
   """Check that no returned loss scale is above those of its updates."""
   flags = _scaling_mistakes.read_applied_flags(traced, outs)
   scales = traced.read_kind(outs, "state_scale")
@@ -366,14 +366,14 @@ def _check_bounds(
     highest = max(new, default=math.inf)
     if np.max(scale) > highest:
       return [
-        _problem.fill_in_names(
+        _reports.fill_in_names(
           _RAISED_SCALE, scale=float(np.max(scale)), new_scale=float(highest)
         )
       ]
   return []
 
 
-def _check_members(runs: _step_runs.StepRuns) -> list[_problem.Problem]:
+def _check_members(runs: _step_runs.StepRuns) -> list[_reports.Problem]:
   """Check the state of an ensemble of which only the last member overflows."""
   traced = runs.traced
   sizes = {traced.inputs[i].size for i in traced.scale_indices}
@@ -387,7 +387,7 @@ def _check_members(runs: _step_runs.StepRuns) -> list[_problem.Problem]:
   outs = runs.run(inputs)
   is_returned, _ = _compare_counts(runs, outs)
   if _has_update_without(is_returned):
-    return [_problem.fill_in_names(_MEMBER_STATE, size=max(sizes))]
+    return [_reports.fill_in_names(_MEMBER_STATE, size=max(sizes))]
   return []
 
 

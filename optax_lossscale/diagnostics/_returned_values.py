@@ -15,20 +15,20 @@ from optax_lossscale.diagnostics import (
   _host_values,
   _outputs,
   _param_sums,
-  _problem,
+  _reports,
   _returned_states,
   _scaling_mistakes,
   _step_runs,
   _tracing,
 )
 
-_NOTHING_RETURNED = _problem.Problem(
+_NOTHING_RETURNED = _reports.Problem(
   "The step returns neither new parameters nor a new opt_state, and changes no"
   " argument, so nothing is trained.",
   "Return them: return params, opt_state. With Flax NNX, which changes its"
   " arguments, use nnx.jit and nnx.value_and_grad in place of those of JAX.",
 )
-_NAN_STATE = _problem.Problem(
+_NAN_STATE = _reports.Problem(
   "After an overflow, the result {name} is NaN, and stays so: it is"
   " computed from gradients that update has not seen, such as a momentum, an"
   " average or a norm. If it reaches update, every later step is skipped.",
@@ -36,19 +36,19 @@ _NAN_STATE = _problem.Problem(
   " ols.with_loss_scaling(optax.chain(optax.trace(0.9), inner)), or keep its"
   " old value in a skipped step: ols.select_if_finite(opt_state, new, old).",
 )
-_OLD_FLAG = _problem.Problem(
+_OLD_FLAG = _reports.Problem(
   "The result {name} is selected by whether the step before this one was"
   " applied: select_if_finite received the opt_state from before update.",
   "Pass the new state: updates, opt_state = tx.update(grads, opt_state,"
   " params), and then ols.select_if_finite(opt_state, new, old).",
 )
-_DIFFERENT_COPIES = _problem.Problem(
+_DIFFERENT_COPIES = _reports.Problem(
   "The copies of the result {name} on different devices are not equal, so the"
   " devices train different models.",
   "Average the gradients over the devices before update:"
   " grads = jax.lax.pmean(grads, axis_name).",
 )
-_DIFFERENT_SCALES = _problem.Problem(
+_DIFFERENT_SCALES = _reports.Problem(
   "The loss-scale states on different devices are not equal: each device looks"
   " at its own gradients, and skips other steps.",
   "Let the devices decide together:"
@@ -69,7 +69,7 @@ class ReturnedValues(NamedTuple):
     passed: what the step returns correctly, in sentences.
   """
 
-  mistakes: Sequence[_problem.Problem] = ()
+  mistakes: Sequence[_reports.Problem] = ()
   limitations: Sequence[str] = ()
   passed: Sequence[str] = ()
 
@@ -140,7 +140,7 @@ def _check_runs(
     *_check_copies(runs.traced, outs_of_args),
     *_check_nan_state(runs, overflow_outs, param_sums),
   ]
-  mistakes = [x for x in findings if isinstance(x, _problem.Problem)]
+  mistakes = [x for x in findings if isinstance(x, _reports.Problem)]
   # An accumulator around the wrapper causes the other mistakes.
   if _returned_states.MULTI_STEPS in mistakes:
     mistakes = [_returned_states.MULTI_STEPS]
@@ -161,13 +161,15 @@ def _check_runs(
 
 def _find_hidden_overflows(
   traced: _tracing.TracedFunction, outs: Sequence[Any]
-) -> list[_problem.Problem]:
+) -> list[_reports.Problem]:
   """Return a mistake if an overflow is hidden from each `update` that ran."""
   mistakes = _scaling_mistakes.check_applied_flags(traced, outs)
   return [x for x in mistakes if x is not _scaling_mistakes.UPDATE_NOT_RUN]
 
 
-def _check_larger_scales(runs: _step_runs.StepRuns) -> list[_problem.Problem]:
+def _check_larger_scales(
+  runs: _step_runs.StepRuns,
+) -> list[_reports.Problem]:
   """Check that `update` skips a step in which a few gradients overflow.
 
   These are inf, which clipping makes finite. With a loss scale of inf they are
@@ -191,7 +193,7 @@ def _check_larger_scales(runs: _step_runs.StepRuns) -> list[_problem.Problem]:
   return []
 
 
-def _check_flags(runs: _step_runs.StepRuns) -> list[_problem.Problem]:
+def _check_flags(runs: _step_runs.StepRuns) -> list[_reports.Problem]:
   """Check that no result is kept back by ``last_finite`` of the arguments."""
   traced = runs.traced
   outs = runs.run(
@@ -206,7 +208,7 @@ def _check_flags(runs: _step_runs.StepRuns) -> list[_problem.Problem]:
       and _host_values.is_any_different([(x, y)])
       and any(_is_equal(y, old) for old in traced.inputs)
     ):
-      return [_problem.fill_in_names(_OLD_FLAG, name=output.name)]
+      return [_reports.fill_in_names(_OLD_FLAG, name=output.name)]
   return []
 
 
@@ -217,7 +219,7 @@ def _is_equal(x: Any, y: Any) -> bool:
 
 def _check_copies(
   traced: _tracing.TracedFunction, outs: Sequence[Any]
-) -> list[_problem.Problem]:
+) -> list[_reports.Problem]:
   """Check that devices agree on what they have copies of."""
   different = [
     output
@@ -229,7 +231,7 @@ def _check_copies(
   # Parameters that are shards are no copies. Their scale should be one.
   others = [x for x in different if not x.in_scale_state]
   if others:
-    return [_problem.fill_in_names(_DIFFERENT_COPIES, name=others[0].name)]
+    return [_reports.fill_in_names(_DIFFERENT_COPIES, name=others[0].name)]
   return [_DIFFERENT_SCALES] if different else []
 
 
@@ -237,7 +239,7 @@ def _check_nan_state(
   runs: _step_runs.StepRuns,
   overflow_outs: Sequence[Any],
   param_sums: _param_sums.ParamSums,
-) -> list[_problem.Problem]:
+) -> list[_reports.Problem]:
   """Check that an overflow makes no NaN in the state that a step returns.
 
   A state is a result that may replace an argument other than the parameters.
@@ -264,4 +266,4 @@ def _check_nan_state(
   ]
   if not names:
     return []
-  return [_problem.fill_in_names(_NAN_STATE, name=names[0])]
+  return [_reports.fill_in_names(_NAN_STATE, name=names[0])]

@@ -15,37 +15,37 @@ import numpy as np
 from optax_lossscale.diagnostics import (
   _host_values,
   _outputs,
-  _problem,
+  _reports,
   _scaling_mistakes,
   _step_runs,
   _tracing,
 )
 
-_NOT_SCALED = _problem.Problem(
+_NOT_SCALED = _reports.Problem(
   "update{update} received gradients of an unscaled loss{names}, so small"
   " float16 gradients underflow.",
   "Differentiate with ols.value_and_grad(loss_fn, opt_state).",
 )
-_OTHER_STATE = _problem.Problem(
+_OTHER_STATE = _reports.Problem(
   "update{update} received gradients{names} that the state of another optimizer"
   " scaled, so its own loss scale does not act and falls with each overflow of"
   " the other.",
   "Pass the state of the same optimizer to ols.value_and_grad(loss_fn,"
   " opt_state).",
 )
-_CONSTANT_SCALE = _problem.Problem(
+_CONSTANT_SCALE = _reports.Problem(
   "update{update} received gradients{names} that a constant loss scale scaled,"
   " so the loss scale of the optimizer does not act and falls with each"
   " overflow.",
   "Pass the current opt_state to ols.value_and_grad(loss_fn, opt_state), inside"
   " of the step.",
 )
-_CAST_TO_HALF = _problem.Problem(
+_CAST_TO_HALF = _reports.Problem(
   "update{update} received gradients{names} that were cast to half precision"
   " after they were unscaled, so small ones are zero.",
   "Keep true gradients in float32, and add up micro-batches in float32.",
 )
-_NEVER_MULTIPLIED = _problem.Problem(
+_NEVER_MULTIPLIED = _reports.Problem(
   "update{update} received gradients{names} that are divided by the loss scale,"
   " but the backward pass does not multiply them by it: they are zero if it is"
   " inf. The backward pass ignores the cotangent, as a custom_vjp with a wrong"
@@ -53,13 +53,13 @@ _NEVER_MULTIPLIED = _problem.Problem(
   "Multiply by the cotangent in the backward rule of the loss, and scale the"
   " loss last: ols.value_and_grad(loss_fn, opt_state).",
 )
-_TWO_STATES = _problem.Problem(
+_TWO_STATES = _reports.Problem(
   "update{update} received gradients{names} that one loss-scale state scaled"
   " and another one unscaled: they change if one of the two scales changes.",
   "Pass the same opt_state to ols.scale_loss and ols.unscale_grads, or"
   " differentiate with ols.value_and_grad(loss_fn, opt_state).",
 )
-_CHAINED_WRAPPERS = _problem.Problem(
+_CHAINED_WRAPPERS = _reports.Problem(
   "update [{second}] receives the updates of update [{first}] as gradients: two"
   " wrappers are in one chain, and each of them has a loss scale.",
   "Wrap the chain once: ols.with_loss_scaling(optax.chain(first, second)).",
@@ -81,7 +81,7 @@ class ScaledGrads(NamedTuple):
   """
 
   outputs: list[_outputs.Output]
-  mistakes: list[_problem.Problem]
+  mistakes: list[_reports.Problem]
   is_known: bool
 
 
@@ -160,7 +160,7 @@ class _Experiment:
             if output.group == k:
               self.scales_by_grad[i].add(index)
 
-  def find_mistakes(self) -> Iterator[_problem.Problem]:
+  def find_mistakes(self) -> Iterator[_reports.Problem]:
     """Yield the mistakes of all updates."""
     yield from self._find_chained_wrappers()
     replaced_outs = self._replace_unscaled()
@@ -181,14 +181,14 @@ class _Experiment:
         indices = [i for i, x in self._grads.items() if x.group == k]
         names = [self._grads[i].name for i in indices if reasons[i] == mistake]
         if names:
-          yield _problem.fill_in_names(
+          yield _reports.fill_in_names(
             mistake,
             names,
             [self._grads[i].name for i in indices],
             update=_scaling_mistakes.format_update(self._traced, k),
           )
 
-  def _judge_grad(self, i: int, replaced: Any) -> _problem.Problem | None:
+  def _judge_grad(self, i: int, replaced: Any) -> _reports.Problem | None:
     """Return the mistake of a gradient, without names; None if it is sound.
 
     Args:
@@ -242,7 +242,7 @@ class _Experiment:
         return True
     return False
 
-  def _find_chained_wrappers(self) -> Iterator[_problem.Problem]:
+  def _find_chained_wrappers(self) -> Iterator[_reports.Problem]:
     """Yield updates whose gradients are the updates of another one."""
     by_group: dict[tuple[str, int], list[Any]] = {}
     for output, x in zip(self._traced.outputs, self._runs.outs, strict=True):
@@ -257,7 +257,7 @@ class _Experiment:
         and _host_values.is_any_nonzero(new_updates)
         and not _host_values.is_any_different(pairs)
       ):
-        yield _problem.fill_in_names(
+        yield _reports.fill_in_names(
           _CHAINED_WRAPPERS, first=first, second=second
         )
 

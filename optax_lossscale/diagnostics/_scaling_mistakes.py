@@ -20,17 +20,17 @@ from optax_lossscale._jaxprs import _eqns, _walk
 from optax_lossscale.diagnostics import (
   _host_values,
   _outputs,
-  _problem,
+  _reports,
   _tracing,
 )
 
-_NEVER_UNSCALED = _problem.Problem(
+_NEVER_UNSCALED = _reports.Problem(
   "update{update} received gradients{names} that were never unscaled: they"
   " halve if the loss scale halves.",
   "Call ols.unscale_grads(grads, opt_state), or create the optimizer with"
   " grads_are_scaled=True.",
 )
-_UNSCALED_TWICE = _problem.Problem(
+_UNSCALED_TWICE = _reports.Problem(
   "update{update} received gradients{names} that double if the loss scale"
   " halves: they were unscaled twice, or clipped while they were scaled, or the"
   " scaled loss was divided by its own value.",
@@ -38,27 +38,27 @@ _UNSCALED_TWICE = _problem.Problem(
   " ols.grad return unscaled gradients. Clip inside of with_loss_scaling, and"
   " scale the loss last.",
 )
-_DEPENDS_ON_SCALE = _problem.Problem(
+_DEPENDS_ON_SCALE = _reports.Problem(
   "update{update} received gradients{names} that depend on the loss scale: they"
   " change by a factor of {factor:.3g} if the scale is multiplied by"
   " 2**{log2_scale}. Something is added to, or cut off from, the loss or the"
   " gradients while they are scaled.",
   "Change them after ols.value_and_grad has unscaled them.",
 )
-UPDATE_NOT_RUN = _problem.Problem(
+UPDATE_NOT_RUN = _reports.Problem(
   "update did not run in this step, since its branch was not taken.",
   "Pass arguments with which the branch is taken. If the branch tests whether"
   " the gradients are finite, call update outside of it, since"
   " with_loss_scaling skips bad steps.",
 )
-_HIDDEN_OVERFLOW = _problem.Problem(
+_HIDDEN_OVERFLOW = _reports.Problem(
   "An overflow is hidden from update: value_and_grad returned gradients with"
   " an inf or a NaN, but update received finite ones. Something in between"
   " (nan_to_num, clipping, a mask) replaces them, so bad steps are applied and"
   " the loss scale never decreases.",
   "Pass the gradients to update unchanged.",
 )
-_NEEDLESS_SKIP = _problem.Problem(
+_NEEDLESS_SKIP = _reports.Problem(
   "update skips this step although its gradients are finite.",
   "If you pass grads_finite= to update, check its value: False skips the step."
   " Otherwise the sum of the gradients exceeds the range of float32.",
@@ -75,7 +75,7 @@ _FAR_LOG2_SCALES = (-16, -8, 8)
 
 def check_applied_flags(
   traced: _tracing.TracedFunction, outs: Sequence[Any]
-) -> list[_problem.Problem]:
+) -> list[_reports.Problem]:
   """Check that `update` ran in a step, and that no overflow is hidden from it.
 
   Args:
@@ -110,7 +110,7 @@ def check_applied_flags(
 
 def check_needless_skip(
   traced: _tracing.TracedFunction, outs: Sequence[Any]
-) -> list[_problem.Problem]:
+) -> list[_reports.Problem]:
   """Check that no `update` skipped a step whose outputs are finite."""
   flags = read_applied_flags(traced, outs)
   is_skipped = any((flag == 0).any() for flag in flags)
@@ -145,7 +145,7 @@ def check_scale_invariance(
   outs: Sequence[Any],
   *,
   is_exact: bool,
-) -> list[_problem.Problem]:
+) -> list[_reports.Problem]:
   """Check by measurement that no gradient depends on the loss scale.
 
   The step runs with a half and with a quarter of each loss scale. Both are
@@ -201,7 +201,7 @@ def _judge_ratios(
   grad_outputs: list[_outputs.Output],
   ratios: dict[int, np.ndarray],
   is_exact: bool,
-) -> Iterable[_problem.Problem]:
+) -> Iterable[_reports.Problem]:
   """Yield the mistakes that explain how gradients change with the loss scale.
 
   Args:
@@ -260,11 +260,11 @@ def is_close(ratio: Any, factor: float) -> Any:
 
 def _repeat_by_update(
   traced: _tracing.TracedFunction,
-  mistake: _problem.Problem,
+  mistake: _reports.Problem,
   grads: list[_outputs.Output],
   is_affected: np.ndarray,
   **kwargs: Any,
-) -> Iterable[_problem.Problem]:
+) -> Iterable[_reports.Problem]:
   """Return the mistake for each `update` that receives affected gradients."""
   for group in dict.fromkeys(out.group for out in grads):
     indices = [i for i, out in enumerate(grads) if out.group == group]
@@ -272,7 +272,7 @@ def _repeat_by_update(
     names = [grads[i].name for i in indices if is_affected[i]]
     if names:
       update = format_update(traced, group)
-      yield _problem.fill_in_names(
+      yield _reports.fill_in_names(
         mistake, names, all_names, update=update, **kwargs
       )
 

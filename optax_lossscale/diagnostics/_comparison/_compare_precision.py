@@ -25,10 +25,9 @@ from optax_lossscale import _transfer_guard
 from optax_lossscale._autocast import _matmuls
 from optax_lossscale.diagnostics import (
   _instrumented_program,
-  _layer_precision,
-  _problem,
   _progress,
   _report_program,
+  _reports,
   _scale_search,
   _scaled_grads,
   _step_runs,
@@ -157,7 +156,7 @@ class ComparisonResult(NamedTuple):
   """
 
   report: _report.PrecisionComparison
-  mistakes: list[_problem.Problem]
+  mistakes: list[_reports.Problem]
 
 
 def compare_runs(
@@ -325,7 +324,7 @@ def _report_layers(
   )
 
 
-def _compute_log2_excess(rows: list[_layer_precision.LayerPrecision]) -> int:
+def _compute_log2_excess(rows: list[_reports.LayerPrecision]) -> int:
   """Return log2 of the factor by which the backward pass overflows, or 0.
 
   It suggests a loss scale where none is an argument, so that none was tried.

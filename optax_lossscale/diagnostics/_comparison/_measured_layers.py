@@ -9,8 +9,8 @@ import numpy as np
 
 from optax_lossscale._jaxprs import _eqns
 from optax_lossscale.diagnostics import (
-  _layer_precision,
   _progress,
+  _reports,
   _tracing,
 )
 from optax_lossscale.diagnostics._comparison import (
@@ -129,16 +129,14 @@ def _select_array(
   return min(np.flatnonzero(is_large).tolist(), key=count_eqns)
 
 
-def as_row(
-  layers: MeasuredLayers, index: int
-) -> _layer_precision.LayerPrecision:
+def as_row(layers: MeasuredLayers, index: int) -> _reports.LayerPrecision:
   layer, stats = layers.table.layers[index], layers.stats.get(index)
   measurements: dict[str, float] = {}
   if stats is not None:
     measurements = {k: float(x) for k, x in stats._asdict().items()}
     measurements["log2_headroom"] = _compute_log2_headroom(layer, stats)
   names = layer.location.names
-  return _layer_precision.LayerPrecision(
+  return _reports.LayerPrecision(
     primitive=layer.primitive,
     name=layer.name,
     name_scope=names.name_scope,

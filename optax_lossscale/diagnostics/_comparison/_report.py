@@ -5,14 +5,14 @@ import dataclasses
 import math
 from typing import Any
 
-from optax_lossscale.diagnostics import _layer_precision, _report_format
+from optax_lossscale.diagnostics import _reports
 
 _MAX_ROWS = 20
 _MAX_ARRAYS = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class PrecisionComparison(_report_format.PrintedReport):
+class PrecisionComparison(_reports.PrintedReport):
   """The report of :func:`compare_precision`: which layers lose precision.
 
   Attributes:
@@ -85,7 +85,7 @@ class PrecisionComparison(_report_format.PrintedReport):
   reference_is_finite: bool
   outliers: tuple[str, ...]
   array_errors: dict[str, float]
-  layers: tuple[_layer_precision.LayerPrecision, ...]
+  layers: tuple[_reports.LayerPrecision, ...]
   limitations: tuple[str, ...]
   warnings: tuple[str, ...] = ()
   noise_only_arrays: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ class PrecisionComparison(_report_format.PrintedReport):
   overflowing: tuple[str, ...] = ()
   suggested_log2_scale_change: int = 0
 
-  def get_row(self, name: str) -> _layer_precision.LayerPrecision:
+  def get_row(self, name: str) -> _reports.LayerPrecision:
     """Returns the first row of a layer: the one with the largest error."""
     return next(row for row in self.layers if row.name == name)
 
@@ -265,14 +265,14 @@ class PrecisionComparison(_report_format.PrintedReport):
     if not self.layers:
       return []
     rows = [_as_cells(row) for row in self.layers[:_MAX_ROWS]]
-    lines = [_report_format.format_table(rows, num_left_aligned=2)]
+    lines = [_reports.format_table(rows, num_left_aligned=2)]
     num_hidden = len(self.layers) - _MAX_ROWS
     if num_hidden > 0:
       lines.append(f"(+{num_hidden} more rows: report.layers)")
     return lines
 
 
-def _add_line(row: _layer_precision.LayerPrecision) -> str:
+def _add_line(row: _reports.LayerPrecision) -> str:
   """Return the name of a layer with its line."""
   is_included = row.name.endswith(row.source_line)
   return row.name if is_included else f"{row.name} at {row.source_line}"
@@ -284,7 +284,7 @@ def _format_keep_float32(names: Sequence[str]) -> str:
   return f"keep_float32={value!r}"
 
 
-def _as_cells(row: _layer_precision.LayerPrecision) -> dict[str, str]:
+def _as_cells(row: _reports.LayerPrecision) -> dict[str, str]:
   cells = {
     "error alone": (row.isolated_error, ".1e"),
     "amax": (row.amax, ".3g"),
@@ -293,7 +293,7 @@ def _as_cells(row: _layer_precision.LayerPrecision) -> dict[str, str]:
     "subnormal": (row.subnormal_fraction, ".1%"),
     "count": (row.run_count, "d"),
   }
-  return _report_format.format_location_cells(row) | {
+  return _reports.format_location_cells(row) | {
     name: "" if value is None else format(value, spec)
     for name, (value, spec) in cells.items()
   }

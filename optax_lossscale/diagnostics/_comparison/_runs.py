@@ -9,8 +9,8 @@ import numpy as np
 
 from optax_lossscale.diagnostics import (
   _host_values,
-  _problem,
   _progress,
+  _reports,
   _scaling_mistakes,
   _tracing,
 )
@@ -174,9 +174,9 @@ class ReferenceRuns:
 
   def _find_mistakes(
     self, reference_outs: Sequence[Any], half_outs: Sequence[Any]
-  ) -> list[_problem.Problem]:
+  ) -> list[_reports.Problem]:
     """Return mistakes in how the step uses its gradients."""
-    mistakes: list[_problem.Problem] = []
+    mistakes: list[_reports.Problem] = []
     for outs in reference_outs, half_outs:
       mistakes += _scaling_mistakes.check_applied_flags(self._traced, outs)
     mistakes += _scaling_mistakes.check_scale_invariance(

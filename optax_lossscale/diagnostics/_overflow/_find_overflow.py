@@ -28,9 +28,9 @@ from optax_lossscale._jaxprs import (
 from optax_lossscale.diagnostics import (
   _host_values,
   _instrumented_program,
-  _problem,
   _progress,
   _report_program,
+  _reports,
   _scaled_grads,
   _scaling_mistakes,
   _step_runs,
@@ -160,7 +160,7 @@ class SearchResult(NamedTuple):
   """
 
   origin: _report.Overflow | None
-  mistakes: list[_problem.Problem]
+  mistakes: list[_reports.Problem]
   limitations: list[str]
   runs: _step_runs.StepRuns
   finite_runs: _step_runs.StepRuns
@@ -230,7 +230,7 @@ def search_traced(
 def _join_origins(
   traced: _tracing.TracedFunction,
   origins: list[_report.Overflow],
-  mistakes: list[_problem.Problem],
+  mistakes: list[_reports.Problem],
 ) -> _report.Overflow:
   """Return the first origin, with the others, and with warnings."""
   first, *others = _disambiguate_names(traced, origins)
@@ -262,7 +262,7 @@ def _runs_on_local_devices(eqn: core.JaxprEqn) -> bool:
   return isinstance(mesh, jax.sharding.Mesh) and not mesh.is_multi_process
 
 
-def measure_scaling(result: SearchResult) -> list[_problem.Problem]:
+def measure_scaling(result: SearchResult) -> list[_reports.Problem]:
   """Run a program with other loss scales: are its gradients unscaled once?
 
   Args:

@@ -11,7 +11,7 @@ import numpy as np
 from optax_lossscale.diagnostics import (
   _dtype_limits,
   _eqn_stats,
-  _report_format,
+  _reports,
 )
 from optax_lossscale.diagnostics._overflow import _domains
 
@@ -24,7 +24,7 @@ _SUMS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Overflow(_report_format.PrintedReport):
+class Overflow(_reports.PrintedReport):
   """The operation that first returned an inf or a NaN, and how to fix it.
 
   Attributes:

@@ -1,6 +1,58 @@
-"""A row of a report: the operations of one layer, and their precision."""
+"""What reports consist of: problems, rows for layers, tables, HTML."""
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+import html
+from typing import Any, NamedTuple
+
+
+class PrintedReport:
+  """A report that a notebook shows like ``print`` does."""
+
+  def _repr_html_(self) -> str:
+    return f"<pre>{html.escape(str(self))}</pre>"
+
+
+class Problem(NamedTuple):
+  """A problem of a training step.
+
+  Attributes:
+    cause: the fault, with a number.
+    fix: the fix; a line of code if possible.
+    keep_float32: the layers to pass to ``keep_float32=`` of
+      :func:`optax_lossscale.autocast`, if that is the fix; else empty.
+    loss_scale: the loss scale to set, if that is the fix; else None.
+
+  Examples:
+    >>> from optax_lossscale import diagnostics
+    >>> problem = diagnostics.Problem(
+    ...   "up overflows in the forward pass.",
+    ...   "ols.autocast(loss_fn, keep_float32='up')",
+    ...   keep_float32=("up",))
+    >>> print(problem.loss_scale)
+    None
+  """
+
+  cause: str
+  fix: str
+  keep_float32: tuple[str, ...] = ()
+  loss_scale: float | None = None
+
+  def __str__(self) -> str:
+    return f"{self.cause} {self.fix}"
+
+
+def fill_in_names(
+  problem: Problem,
+  names: Sequence[str] = (),
+  all_names: Sequence[str] = (),
+  **kwargs: Any,
+) -> Problem:
+  """Insert names into a message; none if all gradients are affected."""
+  name_list = f" ({', '.join(names[:3])}{', ...' * (len(names) > 3)})"
+  names_text = "" if len(names) == len(all_names) else name_list
+  return problem._replace(
+    cause=problem.cause.format(names=names_text, **kwargs)
+  )
 
 
 class LayerPrecision(NamedTuple):
@@ -71,3 +123,36 @@ class LayerPrecision(NamedTuple):
   def overflows(self) -> bool:
     """Whether a number exceeds the range of the dtype, if this was measured."""
     return self.log2_headroom is not None and self.log2_headroom < 0
+
+
+def format_location_cells(row: Any) -> dict[str, str]:
+  """Return the first two cells of a row about an operation."""
+  backward_suffix = ", backward" if row.backward else ""
+  return {
+    "": row.primitive,
+    "name": f"{row.name or 'unknown'}{backward_suffix}",
+  }
+
+
+def format_table(
+  rows: Sequence[Mapping[str, str]], num_left_aligned: int
+) -> str:
+  """Format a table, with a header.
+
+  Args:
+    rows: at least one row, from the names of the columns to the cells.
+    num_left_aligned: the number of columns, from the first one, that are
+      aligned to the left.
+
+  Returns:
+    The lines of the table, as one string.
+  """
+  lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+  widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+  return "\n".join(
+    "  ".join(
+      cell.ljust(width) if i < num_left_aligned else cell.rjust(width)
+      for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+    ).rstrip()
+    for line in lines
+  )
