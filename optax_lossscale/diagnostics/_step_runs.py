@@ -1,5 +1,6 @@
 """The runs of a step with something changed, which several checks share."""
 
+import bisect
 from collections.abc import Callable, Mapping, Sequence
 import functools
 import math
@@ -13,6 +14,10 @@ from optax_lossscale.diagnostics import (
   _outputs,
   _tracing,
 )
+
+# The largest decrease of a loss scale that is tried, as a power of two. It
+# takes any scale of a policy to where float16 gradients underflow.
+_MAX_LOG2_DECREASE = 64
 
 # Takes the inputs of a program, and numbers that replace the values of tags.
 RunFn = Callable[..., Sequence[Any]]
@@ -120,3 +125,22 @@ def has_finite_grads(
   return _host_values.all_finite(
     traced.select_kind(outs, "grads") + traced.select_kind(outs, "unscaled")
   )
+
+
+def find_log2_decrease(is_enough: Callable[[int], bool]) -> int | None:
+  """Return the smallest decrease of the loss scale that is enough.
+
+  Args:
+    is_enough: takes log2 of the factor by which the scale decreases, and
+      returns whether the step is finite then. It is not finite with 0.
+
+  Returns:
+    log2 of the factor; None if there is none.
+  """
+  # The step is not finite with `low`, and finite with `high`.
+  low, high = 0, 1
+  while not is_enough(high):
+    if high == _MAX_LOG2_DECREASE:
+      return None
+    low, high = high, 2 * high
+  return bisect.bisect_left(range(high), True, lo=low + 1, key=is_enough)

@@ -12,7 +12,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
-from optax_lossscale.diagnostics import _scale_search
+from optax_lossscale.diagnostics import _step_runs
 from optax_lossscale.diagnostics._comparison import (
   _compare_precision,
   _outliers,
@@ -145,7 +145,7 @@ def test_the_suggested_decrease_of_the_scale_covers_the_worst_backward_pass(
 
 
 def test_the_suggested_decrease_of_the_scale_is_the_smallest_that_is_enough():
-  find = lambda n: _scale_search.find_log2_decrease(lambda x: x >= n)
+  find = lambda n: _step_runs.find_log2_decrease(lambda x: x >= n)
   assert list(map(find, range(1, 65))) == [*range(1, 65)]
   assert find(65) is None
 

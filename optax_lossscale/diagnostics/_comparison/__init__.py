@@ -3,7 +3,7 @@
 * ``_compare_precision`` is the public function, and decides what to run.
 * ``_program`` has the programs: in float32, and with a flag and statistics for
   each layer. ``_float32_eqns`` evaluates an equation in float32, ``_layers``
-  lists the layers, and ``_layer_stats`` measures them.
+  lists the layers, and ``_layers`` measures them.
 * ``_runs`` runs the programs, and ``_output_errors`` compares their outputs.
 * ``_measured_layers`` measures all layers, or searches for the worst ones with
   ``_outliers``.

@@ -28,7 +28,6 @@ from optax_lossscale.diagnostics import (
   _progress,
   _report_program,
   _reports,
-  _scale_search,
   _scaled_grads,
   _step_runs,
   _tracing,
@@ -262,7 +261,7 @@ def _add_loss_scale(
   if not np.isfinite(runs.half_effects).all():
     measure_at = lambda x: bool(np.isfinite(runs.measure_effects_at(-x)).all())
     is_finite = lambda x: step_runs.has_finite_grads_at(x) and measure_at(x)
-    log2_change = -(_scale_search.find_log2_decrease(is_finite) or 0)
+    log2_change = -(_step_runs.find_log2_decrease(is_finite) or 0)
   else:
     log2_change = _find_log2_increase(runs, eps)
   return dataclasses.replace(report, suggested_log2_scale_change=log2_change)

@@ -1,14 +1,19 @@
 """The operations of a program that round to half precision, by layer.
 
 A layer has the operations at one location, in the forward or in the backward
-pass: a matmul and its bias, a normalization, a sum.
+pass: a matmul and its bias, a normalization, a sum. The statistics of a layer
+show whether the arrays that it rounds overflow or underflow.
 """
 
 from collections.abc import Iterator, Sequence
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
+import jax
+from jax import lax
 from jax.extend import core
+import jax.numpy as jnp
 
 from optax_lossscale._jaxprs import (
   _eqns,
@@ -19,6 +24,7 @@ from optax_lossscale._jaxprs import (
   _state_threading,
   _walk,
 )
+from optax_lossscale.diagnostics import _dtype_limits
 from optax_lossscale.diagnostics._comparison import _float32_eqns
 
 
@@ -135,3 +141,65 @@ def walk_rounding_eqns(
 def _get_bodies(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
   hop = _higher_order.parse_higher_order(eqn)
   return [] if hop is None else _higher_order.get_bodies(hop)
+
+
+class LayerStats(NamedTuple):
+  """Statistics of the arrays that a layer rounds; float32[] each.
+
+  The fractions are those of the array with the largest fraction.
+
+  Attributes:
+    amax: the largest finite magnitude.
+    underflow_fraction: the fraction of entries that become zero.
+    subnormal_fraction: the fraction of entries that become subnormal.
+  """
+
+  amax: Any
+  underflow_fraction: Any
+  subnormal_fraction: Any
+
+
+def make_empty_stats() -> LayerStats:
+  """Return the statistics of a layer that has not run."""
+  return LayerStats(*[jnp.zeros((), jnp.float32)] * len(LayerStats._fields))
+
+
+# Each operation that rounds calls this function. It is jitted, so that JAX
+# traces it once for each shape instead of once for each operation.
+@functools.partial(jax.jit, static_argnums=2)
+def add_array(
+  stats: LayerStats, x: Any, limits: _dtype_limits.CastThresholds
+) -> LayerStats:
+  """Add an array that is rounded.
+
+  Args:
+    stats: the statistics so far.
+    x: the array, in float32.
+    limits: the limits of its dtype.
+
+  Returns:
+    A :class:`LayerStats`.
+  """
+  magnitudes = jnp.abs(x)
+  finite_magnitudes = jnp.where(jnp.isfinite(x), magnitudes, 0)
+  underflows = (magnitudes > 0) & (magnitudes <= limits.underflow_threshold)
+  subnormals = (magnitudes > limits.underflow_threshold) & (
+    magnitudes < limits.smallest_normal
+  )
+
+  # Compute all three in one variadic reduction, since XLA would compile a loop
+  # for each of three.
+  def combine(lhs: Any, rhs: Any) -> Any:
+    (a, b, c), (d, e, f) = lhs, rhs
+    return lax.max(a, d), b + e, c + f
+
+  operands = (
+    finite_magnitudes,
+    *(y.astype(jnp.int32) for y in (underflows, subnormals)),
+  )
+  identities = jnp.zeros((), x.dtype), jnp.int32(0), jnp.int32(0)
+  amax, *counts = lax.reduce(
+    operands, identities, combine, tuple(range(x.ndim))
+  )
+  fractions = [count.astype(jnp.float32) / max(x.size, 1) for count in counts]
+  return jax.tree.map(jnp.maximum, stats, LayerStats(amax, *fractions))

@@ -14,7 +14,6 @@ from optax_lossscale.diagnostics import (
   _tracing,
 )
 from optax_lossscale.diagnostics._comparison import (
-  _layer_stats,
   _layers,
   _outliers,
   _output_errors,
@@ -41,7 +40,7 @@ class MeasuredLayers(NamedTuple):
 
   table: _layers.LayerTable
   effect_by_layer: dict[int, np.ndarray]
-  stats: dict[int, _layer_stats.LayerStats]
+  stats: dict[int, _layers.LayerStats]
   runs: _runs.LayerRuns | None = None
 
   def measure_without(self, names: Sequence[str]) -> np.ndarray:
@@ -154,7 +153,7 @@ def as_row(layers: MeasuredLayers, index: int) -> _reports.LayerPrecision:
 
 
 def _compute_log2_headroom(
-  layer: _layers.Layer, stats: _layer_stats.LayerStats
+  layer: _layers.Layer, stats: _layers.LayerStats
 ) -> float:
   """Return log2 of the largest number over the largest magnitude."""
   dtype_max = float(jnp.finfo(layer.dtype).max)

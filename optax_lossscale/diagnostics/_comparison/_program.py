@@ -35,7 +35,6 @@ from optax_lossscale.diagnostics import (
 )
 from optax_lossscale.diagnostics._comparison import (
   _float32_eqns,
-  _layer_stats,
   _layers,
 )
 
@@ -54,7 +53,7 @@ class RunResult(NamedTuple):
   """
 
   outs: list[Any]
-  stats: dict[int, _layer_stats.LayerStats]
+  stats: dict[int, _layers.LayerStats]
 
 
 class ReferenceProgram:
@@ -87,7 +86,7 @@ class ReferenceProgram:
     self.limitations: dict[str, None] = {}
 
     def run(inputs: Sequence[Any], run_inputs: _RunInputs) -> RunResult:
-      stats = {i: _layer_stats.make_empty_stats() for i in measured}
+      stats = {i: _layers.make_empty_stats() for i in measured}
       evaluator = _ReferenceEvaluator(run_inputs, table, measured)
       frame = _state_threading.Frame(closed_jaxpr)
       inputs = list(map(_float32_eqns.upcast, inputs))
@@ -175,7 +174,7 @@ class _ReferenceEvaluator(_report_program.ReportEvaluator):
     self, state: _state_threading.State, device_states: _state_threading.State
   ) -> _state_threading.State:
     del state  # The state of each device includes it.
-    return {i: _layer_stats.merge_devices(x) for i, x in device_states.items()}
+    return jax.tree.map(lambda x: jnp.max(x, 0), device_states)
 
   def lift_const(self, value: Any, atom: _eqns.Atom) -> Any:
     del atom
@@ -251,7 +250,7 @@ class _ReferenceEvaluator(_report_program.ReportEvaluator):
       return x
     if layer in state:
       limits = _dtype_limits.get_cast_thresholds(aval.dtype)
-      state[layer] = _layer_stats.add_array(state[layer], x, limits)
+      state[layer] = _layers.add_array(state[layer], x, limits)
     if not self._has_flags:
       return x
     if rounded is None:

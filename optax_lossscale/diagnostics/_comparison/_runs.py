@@ -15,7 +15,6 @@ from optax_lossscale.diagnostics import (
   _tracing,
 )
 from optax_lossscale.diagnostics._comparison import (
-  _layer_stats,
   _layers,
   _outliers,
   _output_errors,
@@ -250,7 +249,7 @@ def measure_stats(
   traced: _tracing.TracedFunction,
   table: _layers.LayerTable,
   measured: Sequence[int],
-) -> dict[int, _layer_stats.LayerStats]:
+) -> dict[int, _layers.LayerStats]:
   """Return the statistics of some layers of a function in float32.
 
   XLA compiles only what these layers depend on.
@@ -258,7 +257,7 @@ def measure_stats(
   program = _program.ReferenceProgram(
     traced.closed_jaxpr, traced.inputs, table, measured, has_outs=False
   )
-  stats: dict[int, _layer_stats.LayerStats] = _host_values.to_host(
+  stats: dict[int, _layers.LayerStats] = _host_values.to_host(
     program.run(traced.inputs).stats
   )
   return stats

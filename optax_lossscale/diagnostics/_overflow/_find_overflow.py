@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
+import numpy as np
 
 from optax_lossscale import _transfer_guard, _warnings
 from optax_lossscale._jaxprs import (
@@ -38,7 +39,6 @@ from optax_lossscale.diagnostics import (
 )
 from optax_lossscale.diagnostics._overflow import (
   _description,
-  _loss_scale_search,
   _origins,
   _report,
 )
@@ -195,11 +195,7 @@ def search_traced(
       traced, program, record, bad_outputs, progress
     )
   ]
-  finite_runs = runs
-  if origins:
-    origins = _loss_scale_search.assess_loss_scale(runs, origins)
-    factor = next((x.scale_factor for x in origins if x.scale_factor), None)
-    finite_runs = runs.with_lower_scale(factor) if factor else runs
+  origins, finite_runs = _assess_loss_scale(runs, origins)
   scaled_grads = _scaled_grads.find_scaled_grads(finite_runs)
   for x in runs, finite_runs:
     x.traced = x.traced._replace(outputs=scaled_grads.outputs)
@@ -209,22 +205,81 @@ def search_traced(
   ]
   if not origins:
     mistakes += _scaling_mistakes.check_needless_skip(traced, record.outs)
-    return SearchResult(
-      origin=None,
-      mistakes=mistakes,
-      limitations=_describe_limitations(traced),
-      runs=runs,
-      finite_runs=runs,
-      knows_scales=scaled_grads.is_known,
-    )
   return SearchResult(
-    origin=_join_origins(traced, origins, mistakes),
+    origin=_join_origins(traced, origins, mistakes) if origins else None,
     mistakes=mistakes,
-    limitations=[],
+    limitations=[] if origins else _describe_limitations(traced),
     runs=runs,
     finite_runs=finite_runs,
     knows_scales=scaled_grads.is_known,
   )
+
+
+def _assess_loss_scale(
+  runs: _step_runs.StepRuns, origins: list[_report.Overflow]
+) -> tuple[list[_report.Overflow], _step_runs.StepRuns]:
+  """Find out whether a lower loss scale keeps the gradients of a step finite.
+
+  An inf in the backward pass is usually the fault of the loss scale, but a
+  division by zero is not. If no loss scale helps, or the loss itself is not
+  finite, the origins in the forward pass are first.
+
+  Args:
+    runs: the runs of the step.
+    origins: the origins of their infs and NaNs.
+
+  Returns:
+    The origins, of which those in the backward pass have a ``scale_factor`` if
+    it can be measured; and the runs with this factor, if there are any.
+  """
+  traced, factor, finite_runs = runs.traced, None, runs
+  if (
+    any(origin.backward for origin in origins)
+    and traced.scale_indices
+    and not _step_runs.has_finite_grads(traced, runs.outs)
+  ):
+    log2_decrease = _step_runs.find_log2_decrease(runs.has_finite_grads_at)
+    factor = 0.0 if log2_decrease is None else 2.0**-log2_decrease
+  if factor:
+    finite_runs = runs.with_lower_scale(factor)
+  # Without an `update`, the gradients themselves are no outputs.
+  grads = traced.select_kind(finite_runs.outs, "grads")
+  has_loss_scale = bool(traced.scale_indices) or any(
+    output.kind in ("grads", "unscaled") for output in traced.outputs
+  )
+  fields: dict[str, Any] = {
+    "scale_factor": factor,
+    "has_zero_grads": (
+      bool(factor and grads) and not _host_values.is_any_nonzero(grads)
+    ),
+    "is_below_min_scale": (
+      factor is not None and _is_below_min_scale(traced, factor)
+    ),
+  }
+  origins = [
+    dataclasses.replace(
+      origin,
+      has_loss_scale=has_loss_scale,
+      **(fields if origin.backward else {}),
+    )
+    for origin in origins
+  ]
+  has_finite_loss = _host_values.all_finite(
+    traced.select_kind(runs.outs, "loss")
+  )
+  if factor == 0 or not has_finite_loss:
+    # An argument is the origin of what it reaches, whatever the direction is.
+    origins.sort(key=lambda origin: origin.backward)
+  return origins, finite_runs
+
+
+def _is_below_min_scale(traced: _tracing.TracedFunction, factor: float) -> bool:
+  """Return whether the policy does not decrease the loss scale that far."""
+  scales = _host_values.to_host(
+    [traced.inputs[i] for i in traced.scale_indices]
+  )
+  new_scale = factor * min(float(np.min(scale)) for scale in scales)
+  return traced.lowest_scale is not None and new_scale < traced.lowest_scale
 
 
 def _join_origins(
