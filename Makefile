@@ -29,7 +29,7 @@ JAX_NIGHTLY_OPTIONS ?=
 JAX_FLAGS ?= JAX_REMAT3=1 JAX_CUSTOM_VJP3=1 JAX_CUSTOM_JVP3=1
 CORE = _arrays _checks \
   _grads _state _axes \
-  _policies._powers_of_two _policies._base _policies._dynamic \
+  _policies._log2_scales _policies._base _policies._dynamic \
   _policies._search _policies._headroom _policies._policy_like \
   _grad_stats _scaling _select _wrapper
 # Folders of which a random sample of mutants is tried.

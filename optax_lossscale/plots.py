@@ -6,7 +6,6 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
@@ -24,11 +23,6 @@ __all__ = [
 
 def __dir__() -> list[str]:
   return __all__
-
-
-# The smallest and the largest floor(log2) of a float64, subnormals included.
-_MIN_EXPONENT, _MAX_EXPONENT = -1074, 1023
-_NUM_BINADES = _MAX_EXPONENT - _MIN_EXPONENT + 1
 
 
 class ExponentHistogram(NamedTuple):
@@ -79,9 +73,13 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
     [-1  0  1] [2 0 1] 1
   """
   leaf_counts = _leaves.measure_grads(
-    tree, "exponent_histogram", _count_exponents
+    tree, "exponent_histogram", _leaves.count_exponents
   )
-  counts, zero_count, nonfinite_count = np.zeros(_NUM_BINADES, np.int64), 0, 0
+  counts, zero_count, nonfinite_count = (
+    np.zeros(_leaves.NUM_BINADES, np.int64),
+    0,
+    0,
+  )
   for _, _, leaf_count in leaf_counts:
     counts += np.asarray(leaf_count[0], np.int64)
     zero_count += int(leaf_count[1])
@@ -90,7 +88,9 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
   bin_range = (
     slice(nonempty[0], nonempty[-1] + 1) if nonempty.size else slice(0)
   )
-  exponents = np.arange(_MIN_EXPONENT, _MAX_EXPONENT + 1)[bin_range]
+  exponents = np.arange(_leaves.MIN_EXPONENT, _leaves.MAX_EXPONENT + 1)[
+    bin_range
+  ]
   return ExponentHistogram(
     exponents, counts[bin_range], zero_count, nonfinite_count
   )
@@ -172,43 +172,12 @@ def plot_exponents(
   return ax
 
 
-@_leaves.reduce_on_device
-def _count_exponents(xp: Any, leaf: Any) -> tuple[Any, Any, Any]:
-  """Return the counts from _MIN_EXPONENT on, of zeros, and of infs and NaNs."""
-  magnitude = _leaves.magnitude(xp, leaf)
-  finite = xp.isfinite(leaf)
-  finite_nonzero = finite & (magnitude > 0)
-  _, exponents = xp.frexp(xp.where(finite_nonzero, magnitude, 1))
-  index = xp.where(finite_nonzero, exponents - 1 - _MIN_EXPONENT, -1)
-  zeros = _leaves.count_true(xp, magnitude == 0)
-  nonfinite = _leaves.count_true(xp, ~finite)
-  if xp is np:
-    return (
-      np.bincount(index[finite_nonzero], minlength=_NUM_BINADES),
-      zeros,
-      nonfinite,
-    )
-
-  # Compute one sum for each exponent between the lowest and the highest one
-  # that occur. A scatter or a bincount would gather a sharded array.
-  def count_binade(i: jax.Array, counts: jax.Array) -> jax.Array:
-    return counts.at[i].set(_leaves.count_true(xp, index == i))
-
-  first = xp.min(
-    xp.where(finite_nonzero, index, _NUM_BINADES), initial=_NUM_BINADES
-  )
-  last = xp.max(index, initial=-1)
-  zero_counts = jnp.zeros(_NUM_BINADES, jnp.uint32)
-  counts = lax.fori_loop(first, last + 1, count_binade, zero_counts)
-  return counts, zeros, nonfinite
-
-
 def _shade_dtype_ranges(
   ax: Any, dtype: np.dtype, limits: _dtype_limits.CastThresholds
 ) -> None:
   """Shade the ranges where a dtype is zero, subnormal, normal or inf."""
   # The outer ranges extend beyond the limits of the axis.
-  off_axis = 2 * _MAX_EXPONENT
+  off_axis = 2 * _leaves.MAX_EXPONENT
   edges = itertools.pairwise([-off_axis, *np.log2(limits), off_axis])
   zero, subnormal = f"zero in {dtype}", "subnormal: loses bits"
   labels = zero, subnormal, "normal", "overflow"

@@ -14,9 +14,9 @@ from optax_lossscale._policies._headroom import (
   HeadroomLossScale,
   HeadroomPolicyState,
 )
+from optax_lossscale._policies._log2_scales import log2
 from optax_lossscale._policies._policy_like import (
   as_policy,
   PolicyLike,
   uses_grads_amax,
 )
-from optax_lossscale._policies._powers_of_two import log2

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale import _arrays, _checks, _state
-from optax_lossscale._policies import _powers_of_two, _search
+from optax_lossscale._policies import _log2_scales, _search
 from optax_lossscale._state import LossScaleState
 
 # The binades by which the limit rises at most after a step with gradients, and
@@ -175,7 +175,7 @@ class HeadroomLossScale:
   def init(self) -> LossScaleState:
     """Returns the state before the first step."""
     policy_state = HeadroomPolicyState(
-      max_log2_scale=_powers_of_two.floor_log2(self.init_scale),
+      max_log2_scale=_log2_scales.floor_log2(self.init_scale),
       failed_log2_scale=jnp.full((), _NO_LIMIT, jnp.int32),
       steps_since_overflow=jnp.full((), -1, jnp.int32),
       steps_without_grads=jnp.zeros((), jnp.int32),
@@ -237,7 +237,7 @@ class HeadroomLossScale:
     log2_scale = jnp.where(
       is_proposal, proposal, self._compute_tracked_log2_scale(policy_state)
     )
-    scale = _powers_of_two.exp2(log2_scale)
+    scale = _log2_scales.exp2(log2_scale)
     scale_changed = scale != state.loss_scale
     return counted_state._replace(
       loss_scale=scale,
@@ -275,22 +275,23 @@ class HeadroomLossScale:
     least 2**15. Without that minimum, several overflows could lower the scale
     so far that the scaled gradient fits in `dtype` and is no longer recognized.
     """
-    log2_scale = _powers_of_two.floor_log2(state.loss_scale)
+    log2_scale = _log2_scales.floor_log2(state.loss_scale)
     # A margin below 4 means that the gradients are sums of half-precision
     # values, which may exceed the range of `dtype` by the difference.
     margin = _arrays.cast(self.margin, jnp.int32)
-    sum_tolerance = _powers_of_two.exp2(jnp.maximum(4 - margin, 0))
-    can_be_half = amax * state.loss_scale <= self._dtype_max() * sum_tolerance
-    _, top_exponent = math.frexp(self._dtype_max())
+    sum_tolerance = _log2_scales.exp2(jnp.maximum(4 - margin, 0))
+    can_be_half = (
+      amax * state.loss_scale
+      <= _log2_scales.get_largest(self.dtype) * sum_tolerance
+    )
+    _, top_exponent = math.frexp(_log2_scales.get_largest(self.dtype))
     surrogate_log2_amax = (
       top_exponent
       - 1
       - margin
       - jnp.maximum(log2_scale + _MAX_LOG2_CHANGE, _DEFAULT_LOG2_SCALE)
     )
-    surrogate_amax = _powers_of_two.exp2(
-      jnp.clip(surrogate_log2_amax, -126, 127)
-    )
+    surrogate_amax = _log2_scales.exp2(jnp.clip(surrogate_log2_amax, -126, 127))
     return jnp.where(can_be_half, amax, surrogate_amax)
 
   def _update_after_grads(
@@ -298,14 +299,15 @@ class HeadroomLossScale:
   ) -> HeadroomPolicyState:
     """Return the policy state after a finite step with gradients."""
     policy_state = state.policy_state
-    log2_scale = _powers_of_two.floor_log2(state.loss_scale)
+    log2_scale = _log2_scales.floor_log2(state.loss_scale)
     # The gradients would have been lost without the search if they overflow or
     # underflow at the scale that the policy would have used.
-    scaled_amax = amax * _powers_of_two.exp2(
+    scaled_amax = amax * _log2_scales.exp2(
       self._compute_tracked_log2_scale(policy_state)
     )
     is_search_only = was_proposal & (
-      (scaled_amax > self._dtype_max()) | (scaled_amax < self._dtype_min())
+      (scaled_amax > _log2_scales.get_largest(self.dtype))
+      | (scaled_amax < _log2_scales.get_smallest(self.dtype))
     )
     older_history = jnp.where(is_search_only, 0, policy_state.amax_history[:-1])
     steps_since_overflow = optax.safe_increment(
@@ -367,7 +369,7 @@ class HeadroomLossScale:
   ) -> HeadroomPolicyState:
     """Return the policy state after an overflow at a scale not of a search."""
     policy_state = state.policy_state
-    log2_scale = _powers_of_two.floor_log2(state.loss_scale)
+    log2_scale = _log2_scales.floor_log2(state.loss_scale)
     has_history, _, min_useful_log2_scale = self._compute_log2_scales(
       policy_state.amax_history
     )
@@ -406,7 +408,7 @@ class HeadroomLossScale:
     has_history, target_log2_scale, _ = self._compute_log2_scales(
       policy_state.amax_history
     )
-    init_log2_scale = _powers_of_two.floor_log2(self.init_scale)
+    init_log2_scale = _log2_scales.floor_log2(self.init_scale)
     search_target_log2_scale = jnp.where(
       has_history, target_log2_scale, init_log2_scale
     )
@@ -438,50 +440,21 @@ class HeadroomLossScale:
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return whether the history has maxima, the target and the lowest scale.
 
-    Returns:
-      has_history: whether there was a step with gradients.
-      target_log2_scale: log2 of the scale that puts the largest of the maxima
-        ``margin`` binades below the largest number of ``dtype``.
-      min_useful_log2_scale: log2 of the scale at which the largest of the
-        maxima is the smallest normal number of ``dtype``.
-      Both scales are clipped to the bounds of the policy.
+    The lowest useful scale makes the largest of the maxima the smallest normal
+    number of ``dtype``. Both scales are within the bounds of the policy.
     """
-    (low, high), info = self._log2_scale_bounds(), jnp.finfo(self.dtype)
-    margin = _arrays.cast(self.margin, jnp.int32)
-    top_mantissa, top_exponent = math.frexp(self._dtype_max())
-    amax = jnp.max(amax_history)
-    mantissa, exponent = jnp.frexp(amax)
-    target_log2_scale = top_exponent - margin - exponent
-    # frexp's mantissas are in [0.5, 1). If that of amax is larger than that of
-    # the largest number, equal exponents would exceed it.
-    target_log2_scale -= (mantissa > top_mantissa).astype(jnp.int32)
-    target_log2_scale = jnp.clip(
-      jnp.where(amax > 0, target_log2_scale, _NO_LIMIT), low, high
+    amax, bounds = jnp.max(amax_history), self._log2_scale_bounds()
+    target_log2_scale, min_useful_log2_scale = _log2_scales.compute_log2_range(
+      amax, self.dtype, self.margin, bounds
     )
-    min_useful_log2_scale = jnp.maximum(
-      target_log2_scale - (info.maxexp - 1 - info.minexp - margin), low
-    )
-    return (
-      amax > 0,
-      target_log2_scale,
-      jnp.where(amax > 0, min_useful_log2_scale, low),
-    )
-
-  def _dtype_max(self) -> float:
-    """Return the largest number of ``dtype``, at most that of float32."""
-    return min(float(jnp.finfo(self.dtype).max), _arrays.FLOAT32_MAX)
-
-  def _dtype_min(self) -> float:
-    """Return the smallest positive number of ``dtype`` that float32 keeps."""
-    smallest = float(jnp.finfo(self.dtype).smallest_subnormal)
-    return max(smallest, _arrays.FLOAT32_TINY)
+    return amax > 0, target_log2_scale, min_useful_log2_scale
 
   def _log2_scale_bounds(self) -> tuple[jax.Array, jax.Array]:
     """Return log2 of the lowest and of the highest scale."""
     # Traced bounds may not be powers of two: round them inward.
     return (
-      _powers_of_two.ceil_log2(self.min_scale),
-      _powers_of_two.floor_log2(self.max_scale),
+      _log2_scales.ceil_log2(self.min_scale),
+      _log2_scales.floor_log2(self.max_scale),
     )
 
 

@@ -5,6 +5,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,6 +17,10 @@ from optax_lossscale import (
   _state,
   _transfer_guard,
 )
+
+# The smallest and the largest floor(log2) of a float64, subnormals included.
+MIN_EXPONENT, MAX_EXPONENT = -1074, 1023
+NUM_BINADES = MAX_EXPONENT - MIN_EXPONENT + 1
 
 
 class NonfiniteLeaf(NamedTuple):
@@ -132,6 +137,37 @@ def _measure_nonfinite(xp: Any, leaf: Any) -> tuple[Any, Any, list[Any]]:
     mask = mask & (axis_index == first_on_axis)
     index.append(first_on_axis)
   return count_true(xp, is_inf), count_true(xp, is_nan & ~is_inf), index
+
+
+@reduce_on_device
+def count_exponents(xp: Any, leaf: Any) -> tuple[Any, Any, Any]:
+  """Return the counts from MIN_EXPONENT on, of zeros, and of infs and NaNs."""
+  magnitudes = magnitude(xp, leaf)
+  finite = xp.isfinite(leaf)
+  finite_nonzero = finite & (magnitudes > 0)
+  _, exponents = xp.frexp(xp.where(finite_nonzero, magnitudes, 1))
+  index = xp.where(finite_nonzero, exponents - 1 - MIN_EXPONENT, -1)
+  zeros = count_true(xp, magnitudes == 0)
+  nonfinite = count_true(xp, ~finite)
+  if xp is np:
+    return (
+      np.bincount(index[finite_nonzero], minlength=NUM_BINADES),
+      zeros,
+      nonfinite,
+    )
+
+  # Compute one sum for each exponent between the lowest and the highest one
+  # that occur. A scatter or a bincount would gather a sharded array.
+  def count_binade(i: jax.Array, counts: jax.Array) -> jax.Array:
+    return counts.at[i].set(count_true(xp, index == i))
+
+  first = xp.min(
+    xp.where(finite_nonzero, index, NUM_BINADES), initial=NUM_BINADES
+  )
+  last = xp.max(index, initial=-1)
+  zero_counts = jnp.zeros(NUM_BINADES, jnp.uint32)
+  counts = lax.fori_loop(first, last + 1, count_binade, zero_counts)
+  return counts, zeros, nonfinite
 
 
 def measure_grads(

@@ -136,7 +136,7 @@ def test_under_jit_the_error_says_to_call_it_outside(reads_values):
 REDUCE = {
   "find": (_leaves._measure_nonfinite, ()),
   "measure": (_gradient_report._measure_leaf, (1.0, 1e-8, 1e-5, 65520.0)),
-  "count": (plots._count_exponents, ()),
+  "count": (_leaves.count_exponents, ()),
 }
 
 
