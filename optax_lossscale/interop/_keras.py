@@ -220,6 +220,13 @@ def _policy_from_config(
           " config of the loss scaler itself."
         )
       return _policy_from_config(inner, depth + 1)
+  return _policy_from_fields(config)
+
+
+def _policy_from_fields(
+  config: Mapping[Any, Any],
+) -> _policies.DynamicLossScale | _policies.FixedLossScale:
+  """Return the policy of a config that contains no other config."""
   if "loss_scale_value" in config:
     values = _read_fields("config of FixedLossScale", config, _FIXED_FIELDS)
     return _policies.FixedLossScale(values["scale"])
