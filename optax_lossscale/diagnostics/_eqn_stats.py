@@ -39,9 +39,9 @@ class EqnStats(NamedTuple):
     operand_is_nonfinite: whether each operand was nonfinite; bool[operands].
     operand_amax: the largest finite magnitude of each operand; float[operands].
     operand_neg_amin: minus the smallest finite magnitude of each operand of a
-      division or a power, among the entries with a nonfinite result; -inf for
-      other operations; float[operands]. It is negated, so that a maximum
-      combines the devices.
+      division or a power, among the entries with a nonfinite result;
+      float[operands]. None for other operations. It is negated, so that a
+      maximum combines the devices.
   """
 
   is_origin: Any
@@ -64,8 +64,9 @@ def make_empty_stats(eqn: core.JaxprEqn) -> EqnStats:
   out_flags = np.zeros(len(eqn.outvars), bool)
   operand_flags = np.zeros(len(eqn.invars), bool)
   amax = np.zeros(len(eqn.invars), jnp.result_type(float))
+  neg_amin = amax - np.inf if eqn.primitive.name in _HAVE_AMIN else None
   return EqnStats(
-    none, none, out_flags, out_flags, operand_flags, amax, amax - np.inf
+    none, none, out_flags, out_flags, operand_flags, amax, neg_amin
   )
 
 
@@ -83,9 +84,11 @@ def measure_eqn(
   is_nonfinite = has_inf | has_nan
   is_origin = (out_has_inf | out_has_nan).any() & ~is_nonfinite.any()
   is_nan_origin = out_has_nan.any() & has_inf.any() & ~has_nan.any()
-  neg_amin = amax - jnp.inf
+  neg_amin = None
   if eqn.primitive.name in _HAVE_AMIN:
-    neg_amin = jnp.stack([_measure_neg_amin(x, outs) for x in inputs])
+    neg_amin = jnp.array(
+      [_measure_neg_amin(x, outs) for x in inputs], amax.dtype
+    )
   return EqnStats(
     is_origin,
     is_nan_origin,
@@ -93,7 +96,7 @@ def measure_eqn(
     out_has_nan,
     is_nonfinite,
     amax,
-    neg_amin.astype(amax.dtype),
+    neg_amin,
   )
 
 
@@ -139,7 +142,7 @@ def _measure_neg_amin(x: Any, outs: Sequence[Any]) -> Any:
   """Return minus the smallest magnitude with a nonfinite result."""
   (out,) = outs
   if not _is_float(x) or x.shape != out.shape:
-    return jnp.float32(-jnp.inf)
+    return -jnp.inf
   has_fault = ~jnp.isfinite(out)
   x = _arrays.upcast_for_reduction(x)
   return jnp.max(

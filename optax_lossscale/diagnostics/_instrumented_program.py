@@ -9,6 +9,7 @@ see what depends on them.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -257,12 +258,13 @@ class _Instrumenter(_report_program.ReportEvaluator):
       outs = [jnp.where(jnp.isnan(x), y, new(y)) for y in outs]
     if key in self._measured:
       stats = _eqn_stats.measure_eqn(eqn, inputs, outs)
-      value_state = state.get(self._measured[key], np.zeros(1, np.int32))
-      state[key] = jax.tree.map(
-        lambda new, old: jnp.where(value_state[0] == 0, new, old),
-        stats,
-        state[key],
-      )
+      value_state = state.get(self._measured[key])
+      if frame.iterations and value_state is not None:
+        state[key] = jax.tree.map(
+          functools.partial(jnp.where, value_state[0] == 0), stats, state[key]
+        )
+      else:
+        state[key] = stats
       is_healed = self.shared.is_healed[list(self._measured).index(key)]
       outs = _eqn_stats.heal(eqn, inputs, outs, is_healed, stats)
     for i, out in enumerate(outs):

@@ -63,11 +63,13 @@ def _describe_eqn(
     stats.is_origin and stats.has_inf[out_index]
   )
   out_aval: Any = eqn.outvars[out_index].aval
+  unknown = [None] * len(eqn.invars)
+  neg_amin = stats.operand_neg_amin
   operands = zip(
     (v.aval for v in eqn.invars),
     stats.operand_is_nonfinite.tolist(),
-    stats.operand_amax.tolist() if origin.stats else [None] * len(eqn.invars),
-    (-stats.operand_neg_amin).tolist(),
+    stats.operand_amax.tolist() if origin.stats else unknown,
+    unknown if neg_amin is None else (-neg_amin).tolist(),
     strict=True,
   )
   primitive = _source_info.get_primitive_name(eqn)
