@@ -1,18 +1,17 @@
 """Run an inner update and keep its old state if the step is skipped.
 
-The select between the new and the old state is inside the update: before the
-first equation that reads each new leaf. ARCHITECTURE.md has the reasons.
+The select between the new and the old state is inside the update: after the
+equation that computes each new leaf. ARCHITECTURE.md has the reasons.
 """
 
 from collections.abc import Callable
-import functools
 from typing import Any
 
 import jax
 from jax.extend import core
 
 from optax_lossscale import _arrays
-from optax_lossscale._jaxprs import _avals, _eqns, _segments
+from optax_lossscale._jaxprs import _avals, _eqns
 
 
 def update_with_selects(
@@ -30,8 +29,8 @@ def update_with_selects(
   twice, once for the state and once for the updates, and would need the old
   moments until the end, so it could not overwrite them.
 
-  Instead, each new leaf of the state is selected before the first equation that
-  reads it, and later equations read the selected leaf. In an applied step
+  Instead, each new leaf of the state is selected when an equation has computed
+  it, and later equations read the selected leaf. In an applied step
   the selected leaf is the new one. In a skipped step the updates are discarded.
   A leaf whose type would change by the select is selected after the update.
 
@@ -83,7 +82,7 @@ def _get_eqn_ctx_or_none() -> Any:
   select after the update is then the fallback: it is slower but always correct.
   """
   try:
-    return _segments.get_current_eqn_ctx()
+    return _eqns.get_current_eqn_ctx()
   except Exception:
     return None
 
@@ -116,20 +115,18 @@ def _run_with_selects(
   for var, leaf in zip(new_vars, old_leaves, strict=True):
     if not isinstance(var, core.Literal):
       old_by_var.setdefault(var, leaf)
-  selected_by_var = {
-    var: old_by_var[var]
-    for eqn in closed_jaxpr.jaxpr.eqns
-    for var in eqn.outvars
-    if var in old_by_var
-    and _can_replace_by_select(eqn, var, old_by_var[var], finite, ctx)
-  }
-  outs = _segments.eval_with_substitutes(
-    closed_jaxpr,
-    {
-      var: functools.partial(_arrays.select, finite, old=old)
-      for var, old in selected_by_var.items()
-    },
-  )
+  selected_by_var: dict[Any, Any] = {}
+
+  def select_output(eqn: core.JaxprEqn, var: Any, new: Any) -> Any:
+    if var not in old_by_var:
+      return new
+    old = old_by_var[var]
+    if not _can_replace_by_select(eqn, var, old, finite, ctx):
+      return new
+    selected_by_var[var] = old
+    return _arrays.select(finite, new, old)
+
+  outs = _eqns.eval_jaxpr(closed_jaxpr, select_output)
 
   def select_remaining(var: Any, out: Any, leaf: Any) -> Any:
     if out is leaf:  # The update returned the old leaf.
@@ -170,7 +167,7 @@ def _can_replace_by_select(
       # the value must already vary over them.
       _avals.get_varying_axes(finite) <= _avals.get_aval_varying_axes(var.aval)
       and var.aval == jax.typeof(old)
-      and _segments.can_substitute_result(eqn, ctx)
+      and _eqns.can_substitute_result(eqn, ctx)
     )
   except Exception:
     return False

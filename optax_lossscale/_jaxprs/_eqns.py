@@ -67,32 +67,41 @@ def eqn_as_fun(eqn: core.JaxprEqn) -> Callable[..., list[Any]]:
     # The inputs of a jaxpr must be distinct variables, even if the equation
     # reads one variable twice.
     invars: list[Any] = [core.Var(jax.typeof(x)) for x in args]
-    new_eqn = eqn.replace(invars=invars)
-    return eqns_as_fun([new_eqn], invars, eqn.outvars)(*args)
+    jaxpr = _make_template_jaxpr().replace(
+      invars=invars,
+      outvars=eqn.outvars,
+      eqns=[eqn.replace(invars=invars)],
+      effects=eqn.effects,
+    )
+    return core.jaxpr_as_fun(close_jaxpr(jaxpr))(*args)
 
   return eval_eqn
 
 
-def eqns_as_fun(
-  eqns: Sequence[core.JaxprEqn], invars: Sequence[Any], outvars: Sequence[Any]
-) -> Callable[..., list[Any]]:
-  """Return a function that evaluates equations in their order.
+def eval_jaxpr(
+  closed_jaxpr: ClosedJaxpr,
+  map_output: Callable[[core.JaxprEqn, Any, Any], Any],
+) -> list[Any]:
+  """Evaluate a jaxpr without inputs, and replace some of its values.
+
+  Dead code is skipped.
 
   Args:
-    eqns: the equations. If there are several, they have no effects.
-    invars: the variables that they read; distinct.
-    outvars: the variables of the results.
+    closed_jaxpr: the jaxpr.
+    map_output: takes an equation, one of its output variables and the value of
+      the variable. Returns the value that later equations read.
 
   Returns:
-    A function from the values of ``invars`` to those of ``outvars``.
+    A value for each output of the jaxpr.
   """
-  jaxpr = _make_template_jaxpr().replace(
-    invars=list(invars),
-    outvars=list(outvars),
-    eqns=list(eqns),
-    effects=eqns[0].effects,
-  )
-  return core.jaxpr_as_fun(close_jaxpr(jaxpr))
+  jaxpr = closed_jaxpr.jaxpr
+  env = dict(zip(jaxpr.constvars, closed_jaxpr.consts, strict=True))
+  read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
+  for eqn, _ in live_eqns(jaxpr):
+    outs = eqn_as_fun(eqn)(*map(read, eqn.invars))
+    for var, value in zip(eqn.outvars, outs, strict=True):
+      env[var] = map_output(eqn, var, value)
+  return list(map(read, jaxpr.outvars))
 
 
 def replace_dropped_outvars(eqn: core.JaxprEqn) -> core.JaxprEqn:
@@ -156,6 +165,34 @@ def get_eqn_ctx_manager(
   """Return a context manager for the config and mesh of an equation."""
   ctx = getattr(eqn, "ctx", None)
   return getattr(ctx, "manager", None) or contextlib.nullcontext()
+
+
+def get_current_eqn_ctx() -> Any:
+  """Return the context (config and mesh) that new equations have here.
+
+  Raises:
+    Exception: if equations have no context in this version of JAX, or can't be
+      evaluated one by one.
+  """
+  (eqn,) = jax.make_jaxpr(lambda x: -x)(0.0).eqns
+  jax.eval_shape(eqn_as_fun(eqn), 0.0)
+  return eqn.ctx
+
+
+def can_substitute_result(eqn: core.JaxprEqn, ctx: Any) -> bool:
+  """Return whether another value may replace the result of an equation.
+
+  It may not if the equation runs in another context, such as on another mesh,
+  or if it has a sharding as a parameter: XLA would choose the sharding of the
+  new value.
+
+  Args:
+    eqn: the equation.
+    ctx: the context of the new value, by :func:`get_current_eqn_ctx`.
+  """
+  is_sharding = lambda x: isinstance(x, jax.sharding.Sharding)
+  constrains_sharding = any(map(is_sharding, jax.tree.leaves(eqn.params)))
+  return eqn.ctx == ctx and not constrains_sharding
 
 
 def get_call_jaxpr(eqn: core.JaxprEqn) -> ClosedJaxpr | None:
@@ -388,6 +425,10 @@ def _trace_convert_eqn(dtype: Any) -> core.JaxprEqn:
 
 def replace_jaxpr_fields(jaxpr: AnyJaxpr, **fields: Any) -> AnyJaxpr:
   """Replace fields of a jaxpr, and keep its constants."""
+  if "outvars" in fields:
+    # The debug info has a path for each old output.
+    debug_info: Any = close_jaxpr(jaxpr).jaxpr.debug_info
+    fields["debug_info"] = debug_info._replace(result_paths=None)
   # Since JAX 0.11 a Jaxpr is closed, and `replace` keeps its constants.
   if isinstance(jaxpr, core.Jaxpr):
     return jaxpr.replace(**fields)

@@ -140,8 +140,6 @@ class _Harvester:
       closed_jaxpr,
       eqns=join("eqns"),
       outvars=[*jaxpr.outvars, *join("captured_vars")],
-      # It has a path for each output, and the new outputs have none.
-      debug_info=jaxpr.debug_info._replace(result_paths=None),
     )
     return HarvestedJaxpr(
       new_jaxpr,

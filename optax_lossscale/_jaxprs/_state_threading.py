@@ -10,10 +10,9 @@ evaluated unchanged, and each keeps its context and its source info.
 """
 
 import abc
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 import copy
 import functools
-import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +26,6 @@ from optax_lossscale._jaxprs import (
   _eqns,
   _higher_order,
   _provenance,
-  _segments,
 )
 
 # Pytrees of arrays, by key. The keys of one program can be sorted, since the
@@ -114,14 +112,6 @@ class StateThreader(abc.ABC):
         first axis.
     """
 
-  @abc.abstractmethod
-  def is_unchanged(self, visit: Visit) -> bool:
-    """Return whether JAX evaluates an equation, instead of :meth:`eval_eqn`.
-
-    Equations next to each other of which this is true are traced together,
-    which is faster.
-    """
-
   def lift_const(self, value: Any, atom: _eqns.Atom) -> Any:
     """Return the value that replaces a literal or a constant of a jaxpr."""
     del atom
@@ -154,38 +144,12 @@ class StateThreader(abc.ABC):
       return env.get(atom)
 
     index_by_eqn = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
-    segments = self._split_into_segments(
-      Visit(eqn, frame, (*frame.path, index_by_eqn[id(eqn)]), used_outputs)
-      for eqn, used_outputs in _eqns.live_eqns(jaxpr, frame.used_outputs)
-    )
-    signatures = _segments.find_signatures(
-      [[visit.eqn for visit in segment] for segment in segments],
-      list(_eqns.drop_literals(jaxpr.outvars)),
-    )
-    for (visit, *others), (eqns, invars, outvars) in zip(
-      segments, signatures, strict=True
-    ):
-      outs: Sequence[Any]
-      if others:
-        outs = _eqns.eqns_as_fun(eqns, invars, outvars)(*map(read, invars))
-      else:
-        outvars = visit.eqn.outvars
-        outs = self.eval_eqn(visit, list(map(read, visit.eqn.invars)), state)
-      env.update(zip(outvars, outs, strict=True))
+    for eqn, used_outputs in _eqns.live_eqns(jaxpr, frame.used_outputs):
+      path = (*frame.path, index_by_eqn[id(eqn)])
+      visit = Visit(eqn, frame, path, used_outputs)
+      outs = self.eval_eqn(visit, list(map(read, eqn.invars)), state)
+      env.update(zip(eqn.outvars, outs, strict=True))
     return list(map(read, jaxpr.outvars))
-
-  def _split_into_segments(self, visits: Iterable[Visit]) -> list[list[Visit]]:
-    """Split equations into those to evaluate together."""
-
-    def is_joined(visit: Visit) -> bool:
-      is_pure = not visit.eqn.effects and not _eqns.has_ref_operand(visit.eqn)
-      return is_pure and self.is_unchanged(visit)
-
-    segments: list[list[Visit]] = []
-    for joined, group in itertools.groupby(visits, is_joined):
-      segment = list(group)
-      segments += [segment] if joined else [[visit] for visit in segment]
-    return segments
 
   def eval_eqn(
     self, visit: Visit, inputs: list[Any], state: State

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._jaxprs import (
+  _avals,
   _eqns,
   _regions,
-  _segments,
   _state_threading,
 )
 from optax_lossscale.diagnostics import (
@@ -146,8 +146,8 @@ class InstrumentedProgram:
     indices = sorted({key[0] for key in [*self.checked, *self.measured]})
     live_vars = [var for i in indices for var in jaxpr.eqns[i].outvars]
     outvars = [jaxpr.outvars[i] for i in self.output_indices]
-    program = _segments.replace_outvars(
-      self.closed_jaxpr, [*outvars, *live_vars]
+    program: Any = _eqns.replace_jaxpr_fields(
+      self.closed_jaxpr, outvars=[*outvars, *live_vars]
     )
     outs = instrumenter.eval_jaxpr(
       _state_threading.Frame(program), inputs, state
@@ -185,12 +185,6 @@ class _Instrumenter(_report_program.ReportEvaluator):
     self._regions = program.regions
     self._checked = set(program.checked)
     self._measured = program.measured
-    # The equations that are measured, or have a checked result.
-    self._changed = {
-      *program.measured,
-      *program.replaceable,
-      *(key[:-1] for key in program.checked),
-    }
     self._replaceable = program.replaceable
     self._keys_by_eqn: dict[_regions.Key, set[_regions.Key]] = {
       key[:i]: set()
@@ -221,15 +215,9 @@ class _Instrumenter(_report_program.ReportEvaluator):
     keys = self._keys_by_eqn.get(visit.path)
     return super().select_keys(visit) if keys is None else sorted(keys)
 
-  def is_unchanged(self, visit: _state_threading.Visit) -> bool:
-    return visit.path not in self._changed and super().is_unchanged(visit)
-
   def eval_print(self, eqn: core.JaxprEqn, inputs: list[Any]) -> None:
     print_fun = _eqns.eqn_as_fun(eqn)
     lax.cond(self.shared.has_prints, print_fun, lambda *_: [], *inputs)
-
-  def lift_const(self, value: Any, atom: _eqns.Atom) -> Any:
-    return _segments.as_array(value, atom)
 
   def end_iteration(
     self,
@@ -257,6 +245,7 @@ class _Instrumenter(_report_program.ReportEvaluator):
       new = lambda y: y * x.astype(y.dtype) if is_grad else jnp.full_like(y, x)
       outs = [jnp.where(jnp.isnan(x), y, new(y)) for y in outs]
     if key in self._measured:
+      inputs = list(map(_as_array, inputs, eqn.invars))
       stats = _eqn_stats.measure_eqn(eqn, inputs, outs)
       value_state = state.get(self._measured[key])
       if frame.iterations and value_state is not None:
@@ -303,6 +292,16 @@ class _Instrumenter(_report_program.ReportEvaluator):
       return
     first = jnp.stack([1, *frame.iterations]).astype(jnp.int32)
     state[key] = jnp.where(is_nonfinite & (old[0] == 0), first, old)
+
+
+def _as_array(x: Any, atom: _eqns.Atom) -> Any:
+  """Convert the value of a variable or literal to an array, unless it is a Ref.
+
+  Literals of a jaxpr may have a class that is private to JAX.
+  """
+  aval: Any = atom.aval
+  is_array_or_ref = _avals.is_ref(aval) or isinstance(x, jax.Array)
+  return x if is_array_or_ref else jnp.asarray(x, aval.dtype)
 
 
 def _select_first(rows: Any) -> Any:

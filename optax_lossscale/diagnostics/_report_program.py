@@ -72,9 +72,6 @@ class ReportEvaluator(_state_threading.StateThreader):
   def select_keys(self, visit: _state_threading.Visit) -> list[Any] | None:
     return [] if self._print_search.any_inside(visit.eqn) else None
 
-  def is_unchanged(self, visit: _state_threading.Visit) -> bool:
-    return not is_print(visit.eqn) and self.select_keys(visit) is None
-
   def eval_print(self, eqn: core.JaxprEqn, inputs: list[Any]) -> None:
     """Evaluate a print; by default it is left out."""
 

@@ -8,7 +8,6 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._jaxprs import _eqns
 
 SIDE = 1024
 BYTES_OF_STATE = 12  # A parameter and the two moments of Adam, in float32.
@@ -182,22 +181,6 @@ def test_no_kernel_combines_the_scalars_of_all_leaves(options):
   kernels = compile_step(tx, count=64, side=4).split("\n\n")
   scalar_op = re.compile(r"= f32\[\]\S* (?:add|maximum)\(")
   assert max(len(scalar_op.findall(kernel)) for kernel in kernels) <= 12
-
-
-def test_the_equations_of_many_leaves_are_traced_together_again(monkeypatch):
-  """One at a time takes twice as long."""
-  counts = []
-  original = _eqns.eqns_as_fun
-  monkeypatch.setattr(
-    _eqns,
-    "eqns_as_fun",
-    lambda eqns, *args: counts.append(len(eqns)) or original(eqns, *args),
-  )
-  params = make_leaves(50, side=4)
-  trace_step(wrap_optimizer(), params, params)
-  # One piece ends before the first read of a new moment, one of the new count.
-  assert len(counts) < 10
-  assert sum(counts) > 50 * 10
 
 
 def float16_loss(params, x):

@@ -13,7 +13,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import _arrays, _select
-from optax_lossscale._jaxprs import _avals, _segments
+from optax_lossscale._jaxprs import _avals, _eqns
 
 OLD = {"a": jnp.arange(4.0), "b": jnp.arange(4.0) + 10}
 GRADS = jnp.array([1.0, -2.0, 0.0, 0.5])
@@ -293,10 +293,10 @@ def make_raising(error):
 
 SURPRISES = {
   "an equation cannot be evaluated alone": (
-    _segments, "get_current_eqn_ctx", make_raising(AttributeError),
+    _eqns, "get_current_eqn_ctx", make_raising(AttributeError),
   ),
   "equations have no context": (
-    _segments, "can_substitute_result", make_raising(KeyError),
+    _eqns, "can_substitute_result", make_raising(KeyError),
   ),
   "the axes of a type have another name": (
     _avals, "get_varying_axes", make_raising(RuntimeError),

@@ -26,9 +26,6 @@ class SineCounter(_state_threading.StateThreader):
     path = visit.path
     return [key for key in self.keys if key[: len(path)] == path] or None
 
-  def is_unchanged(self, visit):
-    return self.select_keys(visit) is None
-
   def merge_devices(self, state, device_states):
     return {k: x + jnp.sum(device_states[k] - x) for k, x in state.items()}
 
@@ -173,16 +170,3 @@ def test_iterations_are_counted_from_the_start_of_the_loop():
     return state["sum"]
 
   assert threaded(X) == 123
-
-
-def test_equations_that_nothing_changes_are_traced_together(monkeypatch):
-  sizes = []
-
-  def record(eqns, invars, outvars):
-    sizes.append(len(eqns))
-    return eqns_as_fun(eqns, invars, outvars)
-
-  eqns_as_fun = _eqns.eqns_as_fun
-  monkeypatch.setattr(_eqns, "eqns_as_fun", record)
-  assert count_sines(lambda x: jnp.cos(-jnp.sin(2 * x + 1) * x), X) == [1]
-  assert sizes[:3] == [2, 1, 3]  # 2 * x + 1, the sine, and the rest

@@ -167,9 +167,6 @@ class _ReferenceEvaluator(_report_program.ReportEvaluator):
       return list(self._measured_by_path.get(visit.path, ()))
     return super().select_keys(visit)
 
-  def is_unchanged(self, visit: _state_threading.Visit) -> bool:
-    return not self._contains_half(visit.eqn) and super().is_unchanged(visit)
-
   def merge_devices(
     self, state: _state_threading.State, device_states: _state_threading.State
   ) -> _state_threading.State:
