@@ -13,6 +13,7 @@ modules.
 
 from collections.abc import Callable, Sequence
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -56,10 +57,10 @@ class HarvestedJaxpr(NamedTuple):
   Attributes:
     closed_jaxpr: the jaxpr. The tagged values follow the original outputs.
     tagged_values: a record of each tagged value, in program order.
-    unreached_labels: the labels of equations whose tagged values can't be
-      returned, such as a ``while``.
-    cond_labels: the labels of ``cond`` equations with tagged values, which are
-      placeholders if the branch isn't taken.
+    unreached_labels: the labels of equations of the whole program whose tagged
+      values can't be returned, such as a ``while``.
+    cond_labels: the labels of ``cond`` equations of the whole program with
+      tagged values, which are placeholders if the branch isn't taken.
   """
 
   closed_jaxpr: _eqns.ClosedJaxpr
@@ -69,16 +70,11 @@ class HarvestedJaxpr(NamedTuple):
 
 
 class _HarvestedEqn(NamedTuple):
-  """The replacement of one equation, with the variables of its tagged values.
-
-  The other fields are those of :class:`HarvestedJaxpr`.
-  """
+  """The replacement of an equation, with the variables of its tagged values."""
 
   eqns: list[core.JaxprEqn]
   captured_vars: Sequence[Any] = ()
   tagged_values: Sequence[TaggedValue] = ()
-  unreached_labels: Sequence[str] = ()
-  cond_labels: Sequence[str] = ()
 
 
 def harvest_tagged_values(
@@ -111,6 +107,8 @@ class _Harvester:
   ) -> None:
     self._select_capture = select_capture
     self._is_optional = is_optional
+    self._unreached_labels: list[str] = []
+    self._cond_labels: list[str] = []
     # Equations with any captured tag are rewritten; if that fails, only those
     # with a required tag are reported.
     is_captured = lambda eqn: self._get_capture(eqn) is not None
@@ -144,8 +142,8 @@ class _Harvester:
     return HarvestedJaxpr(
       new_jaxpr,
       join("tagged_values"),
-      join("unreached_labels"),
-      join("cond_labels"),
+      self._unreached_labels,
+      self._cond_labels,
     )
 
   def _harvest_eqn(
@@ -165,37 +163,35 @@ class _Harvester:
       _source_info.get_primitive_name(eqn), eqn_location.label
     )
     labels = [label] * self._required_search.any_inside(eqn)
-    unreached = _HarvestedEqn([eqn], unreached_labels=labels)
+    hop: Any = _higher_order.parse_higher_order(eqn)
+    if not _can_add_outputs(eqn, hop):
+      self._unreached_labels += labels
+      return _HarvestedEqn([eqn])
+    self._cond_labels += labels * isinstance(hop, _higher_order.Cond)
     harvest_body = functools.partial(self.harvest_jaxpr, location=eqn_location)
-    hop = _higher_order.parse_higher_order(eqn)
+    # Captures are traced while the bodies are rewritten, so the mesh axes of a
+    # `shard_map` must be bound.
+    bodies = _higher_order.call_in_eqn_context(
+      eqn, lambda: list(map(harvest_body, _higher_order.get_bodies(hop)))
+    )
+    closed_jaxprs = [body.closed_jaxpr for body in bodies]
     match hop:
-      case _higher_order.Call(body) if _can_add_outputs(eqn):
-        return _add_outputs_to_call(eqn, harvest_body(body))
-      case _higher_order.Cond(branches):
+      case _higher_order.Call():
+        return _add_outputs_to_call(eqn, *bodies)
+      case _higher_order.Cond():
         bodies = [
-          _add_cond_branch(harvest_body(branch), id(eqn), i)
-          for i, branch in enumerate(branches)
+          _add_cond_branch(body, id(eqn), i) for i, body in enumerate(bodies)
         ]
-        fun = _make_cond_with_outputs(bodies)
+        fun = _make_cond_with_outputs(closed_jaxprs, len(eqn.outvars))
       case _higher_order.Scan():
-        bodies = [harvest_body(hop.body)]
-        fun = _make_scan_with_outputs(hop, bodies[0].closed_jaxpr)
+        fun = _make_scan_with_outputs(hop, *closed_jaxprs)
       case _higher_order.ShardMap():
-        # Captures are traced while the body is rewritten, so the mesh axes
-        # must be bound.
-        bodies = [
-          _higher_order.call_in_eqn_context(eqn, lambda: harvest_body(hop.body))
-        ]
-        fun = _make_shard_map_with_outputs(hop, bodies[0].closed_jaxpr)
-      case _:
-        # The number of iterations of a `while` is unknown, so its values can't
-        # be stacked. Custom rules and hijax primitives fix their outputs.
-        return unreached
+        fun = _make_shard_map_with_outputs(hop, *closed_jaxprs)
     harvested_eqn = _rebuild_eqn(eqn, fun, bodies)
-    if harvested_eqn and isinstance(hop, _higher_order.Cond):
-      cond_labels = [*labels, *harvested_eqn.cond_labels]
-      return harvested_eqn._replace(cond_labels=cond_labels)
-    return harvested_eqn or unreached
+    if harvested_eqn is None:
+      self._unreached_labels += labels
+      return _HarvestedEqn([eqn])
+    return harvested_eqn
 
   def _list_unchanged_vars(self, jaxpr: core.Jaxpr) -> set[Any]:
     """Return the variables that tags return unchanged."""
@@ -251,15 +247,21 @@ def _add_cond_branch(
   return body._replace(tagged_values=tagged_values)
 
 
-def _can_add_outputs(eqn: core.JaxprEqn) -> bool:
-  """Return whether a call may have more outputs if its jaxpr has more.
+def _can_add_outputs(
+  eqn: core.JaxprEqn, hop: _higher_order.HigherOrderOp | None
+) -> bool:
+  """Return whether an equation may have more outputs if its jaxprs have more.
 
-  A custom rule must return as many outputs as its function, and a hijax
-  primitive declares its outputs.
+  The number of iterations of a ``while`` is unknown, so its values can't be
+  stacked. A custom rule must return as many outputs as its function, and a
+  hijax primitive declares its outputs.
   """
-  is_plain_call = _eqns.get_hi_primitive(eqn) is None
-  is_plain_call = is_plain_call and _eqns.get_call_jaxpr(eqn) is not None
-  return is_plain_call and _custom_derivatives.get_custom_rule(eqn) is None
+  return (
+    hop is not None
+    and not isinstance(hop, _higher_order.While)
+    and _eqns.get_hi_primitive(eqn) is None
+    and _custom_derivatives.get_custom_rule(eqn) is None
+  )
 
 
 def _add_outputs_to_call(
@@ -276,22 +278,18 @@ def _add_outputs_to_call(
     for k, v in eqn.params.items()
     if k.startswith("out_")
   }
-  replace_jaxpr = lambda old_jaxpr: (
-    body.closed_jaxpr
-    if isinstance(old_jaxpr, _eqns.ClosedJaxpr)
-    else body.closed_jaxpr.jaxpr
+  new_jaxpr = body.closed_jaxpr.jaxpr
+  eqn = _eqns.map_subjaxprs(
+    eqn,
+    lambda old_jaxpr: _eqns.replace_jaxpr_fields(
+      old_jaxpr, eqns=new_jaxpr.eqns, outvars=new_jaxpr.outvars
+    ),
   )
-  eqn = _eqns.map_subjaxprs(eqn, replace_jaxpr).replace(
-    outvars=[*eqn.outvars, *captured_vars]
+  eqn = eqn.replace(
+    outvars=[*eqn.outvars, *captured_vars],
+    params={**eqn.params, **out_params},
   )
-  eqn = eqn.replace(params={**eqn.params, **out_params})
-  return _HarvestedEqn(
-    [eqn],
-    captured_vars,
-    body.tagged_values,
-    body.unreached_labels,
-    body.cond_labels,
-  )
+  return _HarvestedEqn([eqn], captured_vars, body.tagged_values)
 
 
 def _make_extra_out_params(param_name: str, captured_vars: list[Any]) -> Any:
@@ -309,44 +307,30 @@ def _get_default_jit_params() -> dict[str, Any]:
 
 
 def _make_cond_with_outputs(
-  bodies: list[HarvestedJaxpr],
+  bodies: Sequence[_eqns.ClosedJaxpr], num_outs: int
 ) -> Callable[..., list[Any]]:
   """Make a ``cond`` whose branches return the tagged values of all branches.
 
   A branch returns placeholders for the tagged values of the others, since all
   branches must have outputs of the same types.
   """
+  captured_vars = [body.jaxpr.outvars[num_outs:] for body in bodies]
 
-  def fun(index: Any, *operands: Any) -> list[Any]:
-    num_outs = len(bodies[0].closed_jaxpr.jaxpr.outvars) - len(
-      bodies[0].tagged_values
-    )
-    captured_vars = [
-      body.closed_jaxpr.jaxpr.outvars[num_outs:] for body in bodies
-    ]
+  def branch(i: int, *args: Any) -> list[Any]:
+    outs = core.jaxpr_as_fun(bodies[i])(*args)
+    # The captured outputs are in the order of the branches, then of the
+    # program, as `_rebuild_eqn` lists the tagged values.
+    values = [list(map(_make_placeholder, group)) for group in captured_vars]
+    values[i] = outs[num_outs:]
+    return [*outs[:num_outs], *itertools.chain(*values)]
 
-    def branch(i: int, *args: Any) -> list[Any]:
-      outs = core.jaxpr_as_fun(bodies[i].closed_jaxpr)(*args)
-      values = [
-        [_make_placeholder(v.aval) for v in branch_vars]
-        for branch_vars in captured_vars
-      ]
-      # The captured outputs are in the order of the branches, then of the
-      # program, as `_rebuild_eqn` lists the tagged values.
-      values[i] = outs[num_outs:]
-      return [
-        *outs[:num_outs],
-        *(v for branch_vars in values for v in branch_vars),
-      ]
-
-    branches = [functools.partial(branch, i) for i in range(len(bodies))]
-    return lax.switch(index, branches, *operands)
-
-  return fun
+  branches = [functools.partial(branch, i) for i in range(len(bodies))]
+  return lambda index, *operands: lax.switch(index, branches, *operands)
 
 
-def _make_placeholder(aval: Any) -> jax.Array:
+def _make_placeholder(var: Any) -> jax.Array:
   """Make an array in place of a value that was not computed."""
+  aval = var.aval
   fill_value = -1 if jnp.issubdtype(aval.dtype, jnp.integer) else 0
   axes = tuple(_avals.get_aval_varying_axes(aval))
   # Within a `shard_map` the outputs of branches must vary over the same axes.
@@ -423,15 +407,11 @@ def _rebuild_eqn(
     # traceback up to the function of the jaxpr.
     return _eqns.replace_jaxpr_fields(subjaxpr, debug_info=next(debug_infos))
 
-  return _HarvestedEqn(
-    [
-      _eqns.map_subjaxprs(new_eqn, restore_debug_info)
-      if new_eqn.primitive is eqn.primitive
-      else new_eqn
-      for new_eqn in eqns
-    ],
-    captured_vars,
-    [value for body in bodies for value in body.tagged_values],
-    [label for body in bodies for label in body.unreached_labels],
-    [label for body in bodies for label in body.cond_labels],
-  )
+  new_eqns = [
+    _eqns.map_subjaxprs(new_eqn, restore_debug_info)
+    if new_eqn.primitive is eqn.primitive
+    else new_eqn
+    for new_eqn in eqns
+  ]
+  tagged_values = [value for body in bodies for value in body.tagged_values]
+  return _HarvestedEqn(new_eqns, captured_vars, tagged_values)
