@@ -6,13 +6,10 @@ checked values that it reads. If a value is not finite, but all checked values
 that it reads are, an inf or a NaN originates in its region. By default, the
 checked values are the results of matmuls, what the body of a loop returns, and
 as many others as necessary to keep regions small.
-
-A set of equations, checked values and inputs is an int with a bit for each.
 """
 
 from collections.abc import Callable, Collection, Sequence
 import functools
-import operator
 from typing import Any, NamedTuple
 
 from jax.extend import core
@@ -30,6 +27,8 @@ from optax_lossscale._jaxprs import (
 # followed, for a value, by the index of the output plus `OUTPUT`. The outputs
 # of a jaxpr follow its equations: they have the index of a further equation.
 Key = tuple[int, ...]
+# What a value reads: equations, checked values, arguments and constants.
+Sources = frozenset[Key]
 # Larger than the index of any equation, body or iteration, so that the outputs
 # of an equation come after its bodies.
 OUTPUT = 1 << 40
@@ -38,6 +37,7 @@ OUTPUT = 1 << 40
 ARGUMENT, CONSTANT = -2, -1
 # Regions of more equations are split.
 _MAX_REGION_SIZE = 128
+_NOTHING = Sources()
 
 
 class Regions(NamedTuple):
@@ -47,23 +47,22 @@ class Regions(NamedTuple):
     reads: for each checked value, the set of all equations of its region, of
       the checked values that the region reads, and of arguments and nonfinite
       constants. Outputs of the program have an entry, too.
-    keys: the key of each bit of a set.
     loops: the positions of the loops.
     eqns: the equation at each position, except calls, loops and branches.
   """
 
-  reads: dict[Key, int]
-  keys: list[Key]
+  reads: dict[Key, Sources]
   loops: set[Key]
   eqns: dict[Key, core.JaxprEqn]
 
   def list_sources(self, key: Key) -> list[Key]:
     """Return the checked values, arguments and constants that a value reads."""
-    return [source for source in self._unpack(key) if source not in self.eqns]
+    reads = self.reads.get(key, _NOTHING)
+    return sorted(source for source in reads if source not in self.eqns)
 
   def list_region(self, key: Key) -> list[Key]:
     """Return the positions of the equations in the region of a value."""
-    return [source for source in self._unpack(key) if source in self.eqns]
+    return sorted(self.reads.get(key, _NOTHING) & self.eqns.keys())
 
   def list_loops(self, key: Key) -> list[Key]:
     """Return the positions of the loops around a key, the outermost first."""
@@ -72,8 +71,8 @@ class Regions(NamedTuple):
 
   def is_argument_output(self, index: int) -> bool:
     """Return whether an output of the program is one of its arguments."""
-    sources = self._unpack(get_output_key(index))
-    return len(sources) == 1 and is_argument(sources[0])
+    sources = self.reads[get_output_key(index)]
+    return len(sources) == 1 and all(map(is_argument, sources))
 
   def find_descendants(self, sources: Collection[Key]) -> set[Key]:
     """Return the checked values and outputs that depend on any of these keys.
@@ -83,24 +82,13 @@ class Regions(NamedTuple):
     Args:
       sources: positions of equations, or arguments.
     """
-    indices = {key: i for i, key in enumerate(self.keys)}
-    labels = sum(1 << indices[key] for key in sources if key in indices)
-    found: set[Key] = set()
-    while True:
-      new = {key for key, reads in self.reads.items() if reads & labels} - found
-      if not new:
-        return found
+    found, new = set[Key](), set(sources)
+    while new:
+      new = {
+        key for key, reads in self.reads.items() if not reads.isdisjoint(new)
+      } - found
       found |= new
-      for key in new & indices.keys():
-        labels |= 1 << indices[key]
-
-  def _unpack(self, key: Key) -> list[Key]:
-    labels, keys = self.reads.get(key, 0), []
-    while labels:
-      lowest = labels & -labels
-      keys.append(self.keys[lowest.bit_length() - 1])
-      labels ^= lowest
-    return sorted(keys)
+    return found
 
 
 def get_output_key(index: int) -> Key:
@@ -147,61 +135,53 @@ def find_regions(
     A :class:`Regions`.
   """
   analysis = _Analysis(is_finite)
-  labels = [
-    analysis.get_label((ARGUMENT, i)) if is_inexact(var) else 0
+  inputs = [
+    Sources({(ARGUMENT, i)}) if is_inexact(var) else _NOTHING
     for i, var in enumerate(closed_jaxpr.jaxpr.invars)
   ]
   # Values are selected in the first round, and their regions are found in the
   # second.
   for _ in range(2):
     analysis.reads.clear()
-    outs = analysis.propagate(closed_jaxpr, labels, ())
+    outs = analysis.propagate(closed_jaxpr, inputs, ())
   analysis.reads |= {get_output_key(i): out for i, out in enumerate(outs)}
-  return Regions(
-    analysis.reads, list(analysis.bits), analysis.loops, analysis.eqns
-  )
+  return Regions(analysis.reads, analysis.loops, analysis.eqns)
 
 
 class _Analysis:
-  """An interpreter of jaxprs over sets, which are ints with a bit for each key.
+  """An interpreter of jaxprs over what each value reads.
 
-  Only floats have labels: an integer is never nonfinite.
+  Only floats read anything: an integer is never nonfinite.
   """
 
   def __init__(self, is_finite: Callable[[Any], bool]) -> None:
     self._is_finite = is_finite
     self._parse_higher_order = functools.cache(_higher_order.parse_higher_order)
     self._checked: set[Key] = set()
-    self._eqn_labels = 0
-    self.bits: dict[Key, int] = {}
-    self.reads: dict[Key, int] = {}
+    self.reads: dict[Key, Sources] = {}
     self.loops: set[Key] = set()
     self.eqns: dict[Key, core.JaxprEqn] = {}
 
-  def get_label(self, key: Key) -> int:
-    """Return the set of a single key."""
-    return 1 << self.bits.setdefault(key, len(self.bits))
-
   def propagate(
-    self, closed_jaxpr: _eqns.ClosedJaxpr, inputs: Sequence[int], path: Key
-  ) -> list[int]:
-    """Return the set for each output of a jaxpr.
+    self, closed_jaxpr: _eqns.ClosedJaxpr, inputs: Sequence[Sources], path: Key
+  ) -> list[Sources]:
+    """Return what each output of a jaxpr reads.
 
     Args:
       closed_jaxpr: the jaxpr.
-      inputs: the set for each input.
+      inputs: what each input reads.
       path: its position.
     """
     jaxpr = closed_jaxpr.jaxpr
-    env: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
+    env: dict[Any, Sources] = dict(zip(jaxpr.invars, inputs, strict=True))
     consts = zip(jaxpr.constvars, closed_jaxpr.consts, strict=True)
     for i, (var, const) in enumerate(consts):
-      env[var] = self._get_const_label(const, (*path, CONSTANT, i))
+      env[var] = self._read_const(const, (*path, CONSTANT, i))
 
-    def read(atom: Any, key: Key) -> int:
+    def read(atom: Any, key: Key) -> Sources:
       if isinstance(atom, core.Literal):
-        return self._get_const_label(atom.val, key)
-      return env[atom] if is_inexact(atom) else 0
+        return self._read_const(atom.val, key)
+      return env[atom] if is_inexact(atom) else _NOTHING
 
     for i, eqn in enumerate(jaxpr.eqns):
       # With JAX's upgrade flags, a tag is a call.
@@ -209,7 +189,7 @@ class _Analysis:
       hop = None if is_tag else self._parse_higher_order(eqn)
       # A literal is a part of its equation, unless the equation is a call.
       operands = [
-        0
+        _NOTHING
         if hop is None and isinstance(atom, core.Literal)
         else read(atom, (*path, i, -1 - k))
         for k, atom in enumerate(eqn.invars)
@@ -221,24 +201,30 @@ class _Analysis:
       for k, atom in enumerate(jaxpr.outvars)
     ]
 
-  def _get_const_label(self, const: Any, key: Key) -> int:
-    return 0 if self._is_finite(const) else self.get_label(key)
+  def _read_const(self, const: Any, key: Key) -> Sources:
+    return _NOTHING if self._is_finite(const) else Sources({key})
 
-  def _check(self, key: Key, labels: int, *, is_selected: bool = True) -> int:
-    """Check a value if it is selected, now or before, and return its label."""
+  def _check(
+    self, key: Key, sources: Sources, *, is_selected: bool = True
+  ) -> Sources:
+    """Check a value if it is selected, now or before.
+
+    Returns:
+      What a reader of the value reads: the value itself if it is checked.
+    """
     if not is_selected and key not in self._checked:
-      return labels
+      return sources
     self._checked.add(key)
-    self.reads[key] = self.reads.get(key, 0) | labels
-    return self.get_label(key)
+    self.reads[key] = self.reads.get(key, _NOTHING) | sources
+    return Sources({key})
 
   def _propagate_eqn(
     self,
     eqn: core.JaxprEqn,
     hop: _higher_order.HigherOrderOp | None,
-    inputs: list[int],
+    inputs: list[Sources],
     path: Key,
-  ) -> list[int]:
+  ) -> list[Sources]:
     match hop:
       case None:
         return self._propagate_plain_eqn(eqn, inputs, path)
@@ -253,20 +239,18 @@ class _Analysis:
         return functools.reduce(_join, outs)
 
   def _propagate_plain_eqn(
-    self, eqn: core.JaxprEqn, inputs: list[int], path: Key
-  ) -> list[int]:
+    self, eqn: core.JaxprEqn, inputs: list[Sources], path: Key
+  ) -> list[Sources]:
     self.eqns[path] = eqn
-    own_label = self.get_label(path)
-    self._eqn_labels |= own_label
-    labels = functools.reduce(operator.or_, inputs, own_label)
+    sources = Sources({path}).union(*inputs)
     is_selected = (
       _primitives.is_matmul(eqn)
-      or (labels & self._eqn_labels).bit_count() > _MAX_REGION_SIZE
+      or len(sources & self.eqns.keys()) > _MAX_REGION_SIZE
     )
     return [
-      self._check((*path, OUTPUT + i), labels, is_selected=is_selected)
+      self._check((*path, OUTPUT + i), sources, is_selected=is_selected)
       if is_inexact(var)
-      else 0
+      else _NOTHING
       for i, var in enumerate(eqn.outvars)
     ]
 
@@ -274,9 +258,9 @@ class _Analysis:
     self,
     eqn: core.JaxprEqn,
     loop: _higher_order.Scan | _higher_order.While,
-    inputs: list[int],
+    inputs: list[Sources],
     path: Key,
-  ) -> list[int]:
+  ) -> list[Sources]:
     self.loops.add(path)
     body_index = len(_higher_order.get_bodies(loop)) - 1
     body_path = (*path, body_index)
@@ -286,7 +270,7 @@ class _Analysis:
       else (*loop.split(inputs), ())
     )
     carry = list(init)
-    # The loop ends: each round adds a label, and their number is finite.
+    # The loop ends: each round adds a source, and their number is finite.
     while True:
       outs = self.propagate(loop.body, [*consts, *carry, *slices], body_path)
       outs = self._check_body_outputs(loop.body.jaxpr, outs, body_path)
@@ -297,34 +281,34 @@ class _Analysis:
     # The carry may be finite again after the last iteration. Without any
     # iteration it is the initial one.
     results = [
-      self._check((*path, OUTPUT + i), labels) if is_inexact(var) else 0
-      for i, (labels, var) in enumerate(zip(carry, eqn.outvars, strict=False))
+      self._check((*path, OUTPUT + i), sources) if is_inexact(var) else _NOTHING
+      for i, (sources, var) in enumerate(zip(carry, eqn.outvars, strict=False))
     ]
     return [*results, *outs[len(carry) :]]
 
   def _check_body_outputs(
-    self, jaxpr: core.Jaxpr, outs: list[int], path: Key
-  ) -> list[int]:
+    self, jaxpr: core.Jaxpr, outs: list[Sources], path: Key
+  ) -> list[Sources]:
     """Check the outputs of a loop body, so that no region leaves an iteration.
 
     An output that is an input, or a checked value, needs no flag.
     """
-    is_computed = lambda labels, var: (
-      var not in jaxpr.invars and labels & self._eqn_labels != 0
+    is_computed = lambda sources, var: (
+      var not in jaxpr.invars and not self.eqns.keys().isdisjoint(sources)
     )
     return [
       self._check(
         (*path, len(jaxpr.eqns), OUTPUT + i),
-        labels,
-        is_selected=is_computed(labels, var),
+        sources,
+        is_selected=is_computed(sources, var),
       )
-      for i, (labels, var) in enumerate(zip(outs, jaxpr.outvars, strict=True))
+      for i, (sources, var) in enumerate(zip(outs, jaxpr.outvars, strict=True))
     ]
 
 
-def _join(labels: Sequence[int], other_labels: Sequence[int]) -> list[int]:
+def _join(outs: Sequence[Sources], others: Sequence[Sources]) -> list[Sources]:
   """Return the unions of the sets of two lists; the second may be longer."""
-  return [a | b for a, b in zip(labels, other_labels, strict=False)]
+  return [a | b for a, b in zip(outs, others, strict=False)]
 
 
 def is_inexact(atom: Any) -> bool:
