@@ -16,7 +16,6 @@ from optax_lossscale._autocast import (
   _matmuls,
   _messages,
 )
-from optax_lossscale._jaxprs import _provenance
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -161,12 +160,10 @@ def autocast(
       seen_messages.add(message)
       _warnings.warn(message)
 
-  dtypes = _provenance.MatmulDtypes.uniform(dtype)
-
   @functools.wraps(fun, updated=())
   def autocast_fun(*args: Any, **kwargs: Any) -> Any:
     paths_by_id = _call_args.find_weight_paths_by_id(fun, args, kwargs)
-    config = _calls.AutocastConfig(dtypes, float32_filter, paths_by_id)
+    config = _calls.AutocastConfig(dtype, float32_filter, paths_by_id)
     thunk, apply_mutations = _call_args.close_over_args(fun, args, kwargs)
     result = _calls.call_with_autocast(thunk, config)
     out = apply_mutations(result.out)

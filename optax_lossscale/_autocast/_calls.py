@@ -26,14 +26,14 @@ class AutocastConfig(NamedTuple):
   fields that hold names, so that they keep every option.
 
   Attributes:
-    dtypes: the dtypes of the matmuls.
+    dtype: the dtype of the matmuls.
     float32_filter: the matmuls that stay in float32.
     paths_by_id: the weight paths of arrays, by the ``id`` of the array.
     output_paths: for each leaf of the output, the path of the weight whose
       gradient it is; empty if no output is a gradient.
   """
 
-  dtypes: _provenance.MatmulDtypes
+  dtype: Any
   float32_filter: _float32_filter.Float32Filter = (
     _float32_filter.Float32Filter()
   )
@@ -155,7 +155,7 @@ def rewrite_program(
     float32_filter: _float32_filter.Float32Filter,
   ) -> _rewrite.RewriteResult:
     rewriter = _rewrite.Rewriter(
-      config.dtypes, float32_filter, program_weights, rule_transform
+      config.dtype, float32_filter, program_weights, rule_transform
     )
     return rewriter.rewrite(closed_jaxpr, _provenance.EqnLocation(), (), paths)
 
@@ -169,7 +169,7 @@ def rewrite_program(
     closed_jaxpr.jaxpr.outvars
   )
   message = _messages.describe_unentered(
-    closed_jaxpr, set(result.log.unentered_eqns), config.dtypes.operand
+    closed_jaxpr, set(result.log.unentered_eqns), config.dtype
   )
   return result, out_paths, message
 
@@ -182,24 +182,9 @@ def _make_rule_transform(
   The rewriter replaces ``map_body``, because only it knows the location of an
   equation.
   """
-  # A jvp rule computes primals and tangents in one jaxpr, so it receives the
-  # same dtypes as the forward pass. A bwd rule computes only cotangents.
-  forward = _make_role_transform(config)
-  backward_dtypes = config.dtypes.for_backward()
-  backward = _make_role_transform(config._replace(dtypes=backward_dtypes))
-  return _custom_derivatives.RuleTransform(
-    map_body=lambda closed, _: closed,
-    forward=forward,
-    tangents=forward,
-    backward=backward,
-  )
-
-
-def _make_role_transform(
-  config: AutocastConfig,
-) -> _custom_derivatives.RoleTransform:
   # JAX may call both after the trace has ended, so they close over no tracers.
-  return _custom_derivatives.RoleTransform(
+  return _custom_derivatives.RuleTransform(
+    map_body=lambda closed_jaxpr, _: closed_jaxpr,
     map_jaxpr=functools.partial(_rewrite_rule_jaxpr, config=config),
     map_call=functools.partial(_autocast_rule_call, config=config),
   )

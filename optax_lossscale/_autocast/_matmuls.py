@@ -128,7 +128,7 @@ def collect_cast_names(
   return [
     location.names
     for location in locations
-    if location.matmul_dtypes is not None
+    if location.autocast_dtype is not None
   ]
 
 

@@ -105,7 +105,7 @@ class Rewriter:
   """Rewrites the jaxprs of one function call, each of them only once.
 
   Args:
-    dtypes: the dtypes of the matmuls.
+    dtype: the dtype of the matmuls.
     float32_filter: the matmuls that stay in float32.
     program_weights: the weights of the function.
     rule_transform: the transform of custom derivatives. The rewriter replaces
@@ -114,17 +114,17 @@ class Rewriter:
 
   def __init__(
     self,
-    dtypes: _provenance.MatmulDtypes,
+    dtype: Any,
     float32_filter: _float32_filter.Float32Filter,
     program_weights: _weights.ProgramWeights,
     rule_transform: _custom_derivatives.RuleTransform,
   ) -> None:
-    self._dtypes = dtypes
+    self._dtype = dtype
     self._float32_filter = float32_filter
     self._program_weights = program_weights
     self._rule_transform = rule_transform
     self._matmul_search = _matmuls.MatmulSearch(
-      dtypes.operand, include_rule_matmuls=True
+      dtype, include_rule_matmuls=True
     )
     # Rewriting a jaxpr twice would make two jaxprs, which JAX would trace,
     # lower and compile separately. The first cache finds a repeated call, the
@@ -194,7 +194,7 @@ class Rewriter:
 
   def _rewrite_eqn(self, eqn: core.JaxprEqn, ctx: _EqnContext) -> _EqnRewrite:
     """Rewrite an equation, which may contain jaxprs."""
-    if _matmuls.is_castable_matmul(eqn, self._dtypes.operand):
+    if _matmuls.is_castable_matmul(eqn, self._dtype):
       tagged_eqn = ctx.weights.tag_with_weight(eqn)
       matches = self._match_filter(
         lambda: [ctx.location.locate(tagged_eqn, ctx.jaxpr)]
@@ -202,15 +202,14 @@ class Rewriter:
       log = RewriteLog(has_matmuls=True, matches=matches)
       if any(x.is_kept for x in matches):
         return _EqnRewrite([tagged_eqn], log=log)
-      matmul = _primitives.replace_result_dtype(tagged_eqn, self._dtypes.result)
-      return _EqnRewrite(cast_eqn(matmul, self._dtypes), eqn.outvars, log)
+      matmul = _primitives.replace_result_dtype(tagged_eqn, self._dtype)
+      return _EqnRewrite(cast_eqn(matmul, self._dtype), eqn.outvars, log)
     # A matmul result stays in half precision while it is only moved. XLA then
     # cancels the casts between the two equations, and moves half as many bytes.
     if _primitives.is_data_movement(eqn) and has_only_half_operands(
       eqn, ctx.half_vars
     ):
-      dtypes = self._dtypes.for_data_movement()
-      return _EqnRewrite(cast_eqn(eqn, dtypes), eqn.outvars)
+      return _EqnRewrite(cast_eqn(eqn, self._dtype), eqn.outvars)
     if _matmuls.has_exported_matmul(eqn):
       return _EqnRewrite([eqn], log=RewriteLog(unentered_eqns=(eqn,)))
     if not self._matmul_search.any_inside(
@@ -283,7 +282,7 @@ class Rewriter:
       # perturbed inputs, and older versions of JAX then lose the traced rule.
       can_trace_rule = has_matmuls or not rule.symbolic_zeros
       locations, is_complete = _matmuls.find_rule_matmuls(
-        tagged_eqn, location, paths, self._dtypes.operand, can_trace_rule
+        tagged_eqn, location, paths, self._dtype, can_trace_rule
       )
       if not has_matmuls and len(locations) == 1:
         return _EqnRewrite([eqn])  # It contains no matmul, so nothing to name.
@@ -372,24 +371,22 @@ def merge_logs(logs: Iterable[RewriteLog]) -> RewriteLog:
   )
 
 
-def cast_eqn(
-  eqn: core.JaxprEqn, dtypes: _provenance.MatmulDtypes
-) -> list[core.JaxprEqn]:
+def cast_eqn(eqn: core.JaxprEqn, dtype: Any) -> list[core.JaxprEqn]:
   """Return an equation in half precision, between casts from and to float32.
 
   Args:
     eqn: the equation.
-    dtypes: the dtypes of its float32 operands and results.
+    dtype: the half precision.
 
   Returns:
     The casts of the operands, the equation, and the casts of its results to the
     output variables of the original equation.
   """
-  eqn = _provenance.tag_autocast(eqn, dtypes)
+  eqn = _provenance.tag_autocast(eqn, dtype)
   # Each use of a value has a separate cast, even two uses in one equation. The
   # cotangents of a shared cast would be added in half precision.
-  invars = [_replace_float32_var(atom, dtypes.operand) for atom in eqn.invars]
-  outvars = [_replace_float32_var(var, dtypes.result) for var in eqn.outvars]
+  invars = [_replace_float32_var(atom, dtype) for atom in eqn.invars]
+  outvars = [_replace_float32_var(var, dtype) for var in eqn.outvars]
   input_casts = [
     _eqns.make_convert_eqn(*pair, eqn)
     for pair in _zip_replaced(eqn.invars, invars)

@@ -40,20 +40,24 @@ class CustomRule(NamedTuple):
   symbolic_zeros: bool
 
 
-class RoleTransform(NamedTuple):
-  """The transforms of a function that has one role in a custom derivative.
+class RuleTransform(NamedTuple):
+  """The transforms that :func:`transform_custom_rule` applies to an equation.
 
-  JAX calls rules later, so both may be called after the rewrite has ended.
+  JAX calls rules later, so ``map_jaxpr`` and ``map_call`` may be called after
+  the rewrite has ended.
 
   Attributes:
-    map_jaxpr: transforms the jaxpr that the function was traced to. Returns the
-      jaxpr and the weight paths of its outputs.
-    map_call: calls the Python function under the transform. Takes the call, the
-      arrays that the function receives, and their weight paths, with those of
-      the leaves of the result. Returns the result of the function and the
-      weight paths of its leaves.
+    map_body: transforms the primal jaxpr, which runs where nothing is
+      differentiated. Takes the weight paths of the inputs of the jaxpr.
+    map_jaxpr: transforms the jaxpr that a function of the rule was traced to.
+      Returns the jaxpr and the weight paths of its outputs.
+    map_call: calls a Python function of the rule under the transform. Takes the
+      call, the arrays that the function receives, and their weight paths, with
+      those of the leaves of the result. Returns the result of the function and
+      the weight paths of its leaves.
   """
 
+  map_body: Callable[[_eqns.ClosedJaxpr, _weights.WeightPaths], Any]
   map_jaxpr: Callable[
     [_eqns.ClosedJaxpr, _weights.WeightPaths],
     tuple[Any, Sequence[_weights.WeightPath]],
@@ -62,23 +66,6 @@ class RoleTransform(NamedTuple):
     [Callable[[], Any], Sequence[Any], _weights.WeightPaths],
     tuple[Any, Sequence[_weights.WeightPath]],
   ]
-
-
-class RuleTransform(NamedTuple):
-  """The transforms that :func:`transform_custom_rule` applies to an equation.
-
-  Attributes:
-    map_body: transforms the primal jaxpr, which runs where nothing is
-      differentiated. Takes the weight paths of the inputs of the jaxpr.
-    forward: transforms the fwd rule of a ``custom_vjp``.
-    tangents: transforms the jvp rule of a ``custom_jvp``.
-    backward: transforms the bwd rule of a ``custom_vjp``.
-  """
-
-  map_body: Callable[[_eqns.ClosedJaxpr, _weights.WeightPaths], Any]
-  forward: RoleTransform
-  tangents: RoleTransform
-  backward: RoleTransform
 
 
 def get_custom_rule(eqn: core.JaxprEqn) -> CustomRule | None:
@@ -142,7 +129,7 @@ def _transform_custom_jvp(
   """Return the new parameters of a ``custom_jvp_call``."""
   jvp_fun: Any = eqn.params["jvp_jaxpr_fun"]
   primal_paths = paths.inputs[rule.num_consts :]
-  transform_once = _memoize_by_jaxpr(transform.tangents.map_jaxpr)
+  transform_once = _memoize_by_jaxpr(transform.map_jaxpr)
 
   def new_jvp_fun(*zero_mask: bool) -> Any:
     # JAX passes which tangents are zero; the jaxpr has no inputs for these.
@@ -173,9 +160,9 @@ def _transform_custom_vjp(
   fwd: Any = eqn.params["fwd_jaxpr_thunk"]
   bwd: Any = eqn.params["bwd"]
   out_trees: Any = eqn.params["out_trees"]
-  map_call, num_outs = transform.backward.map_call, len(eqn.outvars)
+  map_call, num_outs = transform.map_call, len(eqn.outvars)
   primal_paths = paths.inputs[rule.num_consts :]
-  transform_once = _memoize_by_jaxpr(transform.forward.map_jaxpr)
+  transform_once = _memoize_by_jaxpr(transform.map_jaxpr)
   # The weight paths of the residuals that fwd computes. JAX calls fwd before
   # bwd, so `new_fwd` fills the list before `new_bwd` reads it. A residual that
   # is an input of fwd is no output of its jaxpr.
@@ -217,7 +204,7 @@ def _transform_custom_lin(
   It is in a jaxpr if a rule or the user calls ``jax.jvp``.
   """
   bwd: Any = eqn.params["bwd"]
-  map_call = transform.backward.map_call
+  map_call = transform.map_call
   tangent_paths = iter(paths.inputs[rule.num_consts :])
   zero_mask: Any = eqn.params["in_zeros"]
   out_paths = tuple(
@@ -267,7 +254,7 @@ def _transform_hijax_custom_jvp(
   paths: _weights.WeightPaths,
 ) -> dict[str, Any]:
   """Return the new parameters of a hijax primitive of ``custom_jvp``."""
-  jvp_rule, map_call = hi_prim.jvp_rule, transform.tangents.map_call
+  jvp_rule, map_call = hi_prim.jvp_rule, transform.map_call
 
   @functools.wraps(jvp_rule)
   def new_jvp_rule(primals: Any, tangents: Any) -> Any:
@@ -294,7 +281,7 @@ def _transform_hijax_custom_vjp(
   bwd_params = _transform_hijax_bwd(
     hi_prim, transform, residual_paths, primal_paths
   )
-  fwd, map_call = hi_prim.fwd, transform.forward.map_call
+  fwd, map_call = hi_prim.fwd, transform.map_call
 
   @functools.wraps(fwd)
   def new_fwd(perturbed_mask: Any, *args: Any) -> Any:
@@ -343,7 +330,7 @@ def _transform_hijax_bwd(
     residual_paths: the weight paths of the residuals, read when JAX calls bwd.
     out_paths: the weight paths of the inputs whose cotangents bwd returns.
   """
-  bwd, map_call = hi_prim.bwd, transform.backward.map_call
+  bwd, map_call = hi_prim.bwd, transform.map_call
   if "remat_rules" not in hi_prim.params:  # Remove this once jax >= 0.12.
     raise KeyError("Before JAX 0.12 the rules of hijax primitives differ.")
 

@@ -28,57 +28,15 @@ NO_WEIGHTS = "no weights"
 _Scope = TypeVar("_Scope", bound=str)
 
 
-class MatmulDtypes(NamedTuple):
-  """The dtypes in which `autocast` runs a matmul and its derivatives.
-
-  Attributes:
-    operand: dtype of both operands.
-    result: dtype of the result, which later data movement keeps.
-    tangent: dtype of the matmuls of a custom backward pass. The other
-      derivatives follow from ``operand`` and ``result``, since JAX derives them
-      from the forward pass.
-  """
-
-  operand: Any
-  result: Any
-  tangent: Any
-
-  @classmethod
-  def uniform(cls, dtype: Any) -> "MatmulDtypes":
-    """Return the dtypes of a matmul that runs in one dtype only."""
-    return cls(dtype, dtype, dtype)
-
-  def for_data_movement(self) -> "MatmulDtypes":
-    """Return the dtypes of an equation that moves the result of a matmul."""
-    return self._replace(operand=self.result)
-
-  def for_backward(self) -> "MatmulDtypes":
-    """Return the dtypes of the matmuls of a custom backward pass."""
-    return self.uniform(self.tangent)
-
-
-class _DtypeScope(str):
-  """The scope of an equation that `autocast` made, with its dtypes.
+class _AutocastScope(str):
+  """The scope of an equation that `autocast` made, with its dtype.
 
   The scope stays with an equation through all later transformations. It has a
   separate class, so that a user's scope of the same name is not mistaken for
-  it. All dtypes are in the text, because JAX compares scopes as strings.
+  it. The dtype is in the text, because JAX compares scopes as strings.
   """
 
   __slots__ = ()
-
-  @classmethod
-  def from_dtypes(cls, dtypes: MatmulDtypes) -> "_DtypeScope":
-    """Return the scope, such as ``autocast-float16`` if all dtypes agree."""
-    names = [jnp.dtype(dtype).name for dtype in dtypes]
-    names = names if len(set(names)) > 1 else names[:1]
-    return cls(_AUTOCAST_PREFIX + "-".join(names))
-
-  def as_dtypes(self) -> MatmulDtypes:
-    """Return the dtypes from which the scope was made."""
-    names = self.removeprefix(_AUTOCAST_PREFIX).split("-")
-    names = names if len(names) > 1 else names * len(MatmulDtypes._fields)
-    return MatmulDtypes(*map(jnp.dtype, names))
 
 
 class _ParamPathScope(str):
@@ -185,8 +143,8 @@ class EqnLocation(NamedTuple):
       # are the same objects, where equal names of nested layers are not.
       repeats = [i for i, x in enumerate(path_parts) if x is name]
       path_parts = [*path_parts[: repeats[0] if repeats else None], name]
-    name_scope = _join_scopes(self.name_stack, _DtypeScope, _ParamPathScope)
-    scoped_path = _join_scopes(self.name_stack, _DtypeScope)
+    name_scope = _join_scopes(self.name_stack, _AutocastScope, _ParamPathScope)
+    scoped_path = _join_scopes(self.name_stack, _AutocastScope)
     return EqnNames(name_scope, "/".join(path_parts), scoped_path, self.lines)
 
   @property
@@ -210,16 +168,11 @@ class EqnLocation(NamedTuple):
     return format_location(self.names.candidate_labels()[0], self.source_line)
 
   @property
-  def matmul_dtypes(self) -> MatmulDtypes | None:
-    """The dtypes that `autocast` chose; None outside of `autocast`."""
-    dtype_scopes = self._filter_scopes(_DtypeScope)
-    return dtype_scopes[-1].as_dtypes() if dtype_scopes else None
-
-  @property
   def autocast_dtype(self) -> Any:
-    """The dtype of the operands in `autocast`; None outside of `autocast`."""
-    dtypes = self.matmul_dtypes
-    return dtypes.operand if dtypes else None
+    """The half precision of `autocast`; None outside of `autocast`."""
+    scopes = self._filter_scopes(_AutocastScope)
+    name = scopes[-1].removeprefix(_AUTOCAST_PREFIX) if scopes else None
+    return name and jnp.dtype(name)
 
   @property
   def is_backward(self) -> bool:
@@ -313,9 +266,10 @@ def tag_param_path(eqn: core.JaxprEqn, path: Sequence[str]) -> core.JaxprEqn:
   )
 
 
-def tag_autocast(eqn: core.JaxprEqn, dtypes: MatmulDtypes) -> core.JaxprEqn:
-  """Return the equation, tagged as made by `autocast` for these dtypes."""
-  return _extend_name_stack(eqn, _DtypeScope.from_dtypes(dtypes))
+def tag_autocast(eqn: core.JaxprEqn, dtype: Any) -> core.JaxprEqn:
+  """Return the equation, tagged as made by `autocast` for this dtype."""
+  name = f"{_AUTOCAST_PREFIX}{jnp.dtype(dtype).name}"
+  return _extend_name_stack(eqn, _AutocastScope(name))
 
 
 def _extend_name_stack(eqn: core.JaxprEqn, name: str) -> core.JaxprEqn:

@@ -15,7 +15,6 @@ import optax_lossscale as ols
 from optax_lossscale._autocast import _calls, _matmuls
 from optax_lossscale._jaxprs import (
   _eqns,
-  _provenance,
   _source_info,
   _weights,
 )
@@ -224,9 +223,7 @@ def test_an_equation_of_another_jax_is_rewritten_or_reported(name, change):
 
 def rewrite(closed_jaxpr):
   """Return whether there are matmuls, the warning, and the new equations."""
-  config = _calls.AutocastConfig(
-    _provenance.MatmulDtypes.uniform(jnp.dtype("float16"))
-  )
+  config = _calls.AutocastConfig(jnp.dtype("float16"))
   result, _, warning = _calls.rewrite_program(
     closed_jaxpr, _weights.NO_PATHS, config
   )

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._autocast import _calls
-from optax_lossscale._jaxprs import _eqns, _primitives, _provenance, _walk
+from optax_lossscale._jaxprs import _eqns, _primitives, _walk
 
 KEYS = jax.random.split(jax.random.key(0))
 A = jax.random.normal(KEYS[0], (4, 4)) + 4 * jnp.eye(4)
@@ -357,75 +356,29 @@ def test_the_sum_of_two_cotangents_may_be_larger_than_float16_holds(fun):
   np.testing.assert_array_equal(grads, 80_000)
 
 
-def autocast_with(dtypes, fun):
-  config = _calls.AutocastConfig(dtypes)
-  return lambda *args: _calls.call_with_autocast(lambda: fun(*args), config).out
-
-
-def tagged(fun, *args):
+def list_tagged(fun, *args):
   """The visits of the matmuls and transposes that `autocast` made."""
   steps = _walk.walk(jax.make_jaxpr(fun)(*args), _eqns.subjaxprs)
   return [
     step
     for step in steps
     if _primitives.is_matmul(step.eqn) or step.eqn.primitive.name == "transpose"
-    if step.location.matmul_dtypes is not None
+    if step.location.autocast_dtype is not None
   ]
 
 
-def dtypes_of(step):
-  return (
-    str(step.eqn.invars[0].aval.dtype),
-    str(step.eqn.outvars[0].aval.dtype),
-    step.location.matmul_dtypes,
-  )
-
-
-THREE_DTYPES = _provenance.MatmulDtypes(
-  *map(jnp.dtype, ("bfloat16", "float32", "float16"))
-)
-
-
-def test_operands_results_and_backward_rules_have_separate_dtypes():
-  cast = autocast_with(THREE_DTYPES, custom_rules.make_matmul_with_vjp())
-  fun = jax.value_and_grad(lambda a: jnp.sum(cast(a, B)))
-  forward, *backward = map(dtypes_of, tagged(fun, A))
-  assert forward == ("bfloat16", "float32", THREE_DTYPES)
-  half = THREE_DTYPES.uniform(jnp.dtype("float16"))
-  matmuls = [x for x in backward if x[2] != THREE_DTYPES]
-  assert matmuls and set(matmuls) == {("float16", "float16", half)}
-
-
 def test_an_operand_in_the_dtype_of_the_operands_is_cast_with_its_matmul():
-  cast = autocast_with(THREE_DTYPES, lambda a, b: a @ b)
-  assert dtypes_of(*tagged(cast, A, bfloat16(B)))[0] == "bfloat16"
-  assert not tagged(cast, A, B.astype("float16"))
+  cast = ols.autocast(lambda a, b: a @ b, jnp.bfloat16)
+  (matmul,) = list_tagged(cast, A, bfloat16(B))
+  assert matmul.eqn.invars[0].aval.dtype == jnp.bfloat16
+  assert not list_tagged(cast, A, B.astype("float16"))
 
 
-def test_the_rule_of_a_tangent_has_the_dtypes_of_the_forward_pass():
-  cast = autocast_with(THREE_DTYPES, custom_rules.make_matmul_with_jvp())
-  fun = lambda a, t: jax.jvp(lambda a: cast(a, B), (a,), (t,))
-  found = {dtypes_of(step) for step in tagged(fun, A, A)}
-  assert found == {("bfloat16", "float32", THREE_DTYPES)}
-
-
-def test_what_moves_a_result_has_its_dtype():
-  dtypes = THREE_DTYPES._replace(result=jnp.dtype("float16"))
-  cast = autocast_with(dtypes, lambda a, b: (a @ b).T)
-  matmul, transpose = tagged(cast, A, B)
-  assert dtypes_of(matmul) == ("bfloat16", "float16", dtypes)
-  moved = dtypes._replace(operand=dtypes.result)
-  assert dtypes_of(transpose) == ("float16", "float16", moved)
-  assert transpose.location.autocast_dtype == dtypes.result
-
-
-@pytest.mark.parametrize(
-  "dtypes, text",
-  [
-    (THREE_DTYPES.uniform(jnp.float16), "autocast-float16"),
-    (THREE_DTYPES, "autocast-bfloat16-float32-float16"),
-  ],
-)
-def test_the_scope_of_a_matmul_has_its_dtypes_as_its_name(dtypes, text):
-  (step,) = tagged(autocast_with(dtypes, lambda a, b: a @ b), A, B)
-  assert str(step.eqn.source_info.name_stack) == text
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_matmul_and_what_moves_its_result_have_the_dtype_as_a_scope(dtype):
+  cast = ols.autocast(lambda a, b: (a @ b).T, dtype)
+  steps = list_tagged(cast, A, B)
+  assert len(steps) == 2
+  for step in steps:
+    assert str(step.eqn.source_info.name_stack) == f"autocast-{dtype}"
+    assert step.location.autocast_dtype == step.eqn.outvars[0].aval.dtype

@@ -264,8 +264,7 @@ def test_the_classes_of_hijax_are_known():
 def test_scopes_are_objects_that_stay_with_an_equation():
   """Otherwise matmuls would have no tags and no names of weights."""
   (eqn,) = jax.make_jaxpr(lambda x: x @ x)(X).eqns
-  dtypes = _provenance.MatmulDtypes.uniform(jnp.dtype("float16"))
-  marked = _provenance.tag_autocast(eqn, dtypes)
+  marked = _provenance.tag_autocast(eqn, jnp.float16)
   marked = _provenance.tag_param_path(marked, ("blocks", "2"))
   alone = jax.make_jaxpr(_eqns.eqn_as_fun(marked))(X, X)
   fun = lambda x: jnp.sum(core.jaxpr_as_fun(alone)(x, x)[0])
