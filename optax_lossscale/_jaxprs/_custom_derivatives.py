@@ -160,21 +160,20 @@ def _transform_custom_vjp(
   fwd: Any = eqn.params["fwd_jaxpr_thunk"]
   bwd: Any = eqn.params["bwd"]
   out_trees: Any = eqn.params["out_trees"]
-  map_call, num_outs = transform.map_call, len(eqn.outvars)
   primal_paths = paths.inputs[rule.num_consts :]
   transform_once = _memoize_by_jaxpr(transform.map_jaxpr)
   # The weight paths of the residuals that fwd computes. JAX calls fwd before
-  # bwd, so `new_fwd` fills the list before `new_bwd` reads it. A residual that
-  # is an input of fwd is no output of its jaxpr.
+  # bwd, so `new_fwd` fills the list before bwd reads it. A residual that is an
+  # input of fwd is no output of its jaxpr.
   computed_paths: list[_weights.WeightPath] = []
 
   def new_fwd(*perturbed_mask: bool) -> Any:
     jaxpr, consts = fwd.call_wrapped(*perturbed_mask)
     new_jaxpr, out_paths = transform_once(jaxpr, consts, primal_paths)
-    computed_paths[:] = out_paths[: len(out_paths) - num_outs]
+    computed_paths[:] = out_paths[: len(out_paths) - len(eqn.outvars)]
     return new_jaxpr, consts
 
-  def new_bwd(*args: Any) -> Any:
+  def get_bwd_paths() -> _weights.WeightPaths:
     # For each residual the index of the input that it is; None if computed.
     *_, forwarded_inputs = out_trees()
     computed_iter = iter(computed_paths)
@@ -183,9 +182,9 @@ def _transform_custom_vjp(
       next(computed_iter, None) if i is None else input_paths.get(i)
       for i in forwarded_inputs
     )
-    bwd_paths = _weights.WeightPaths(residual_paths, primal_paths)
-    return map_call(lambda: bwd.call_wrapped(*args), args, bwd_paths)[0]
+    return _weights.WeightPaths(residual_paths, primal_paths)
 
+  new_bwd = _wrap_call(bwd.call_wrapped, transform, get_bwd_paths)
   return {
     "call_jaxpr": transform.map_body(eqn.params["call_jaxpr"], paths),
     "fwd_jaxpr_thunk": _wrap_init_like(fwd, new_fwd),
@@ -204,18 +203,14 @@ def _transform_custom_lin(
   It is in a jaxpr if a rule or the user calls ``jax.jvp``.
   """
   bwd: Any = eqn.params["bwd"]
-  map_call = transform.map_call
-  tangent_paths = iter(paths.inputs[rule.num_consts :])
   zero_mask: Any = eqn.params["in_zeros"]
+  tangent_paths = iter(paths.inputs[rule.num_consts :])
   out_paths = tuple(
     None if has_zero_tangent else next(tangent_paths, None)
     for has_zero_tangent in zero_mask
   )
   bwd_paths = _weights.WeightPaths(paths.inputs[: rule.num_consts], out_paths)
-
-  def new_bwd(*args: Any) -> Any:
-    return map_call(lambda: bwd.call_wrapped(*args), args, bwd_paths)[0]
-
+  new_bwd = _wrap_call(bwd.call_wrapped, transform, lambda: bwd_paths)
   return {"bwd": _wrap_init_like(bwd, new_bwd)}
 
 
@@ -242,6 +237,28 @@ def _memoize_by_jaxpr(
   return transform_once
 
 
+def _wrap_call(
+  fun: Callable[..., Any],
+  transform: RuleTransform,
+  get_paths: Callable[[], _weights.WeightPaths],
+) -> Callable[..., Any]:
+  """Wrap a Python function of a rule so that it runs under the transform.
+
+  Args:
+    fun: the function.
+    transform: the transforms.
+    get_paths: returns the weight paths of the first arrays that the function
+      receives, and of its outputs. It is called when JAX calls the function.
+  """
+
+  @functools.wraps(fun)
+  def new_fun(*args: Any) -> Any:
+    call = functools.partial(fun, *args)
+    return transform.map_call(call, flatten_with_zeros(args), get_paths())[0]
+
+  return new_fun
+
+
 def _wrap_init_like(original: Any, fun: Callable[..., Any]) -> Any:
   """Wrap a function as JAX does, with the debug info of the original one."""
   return linear_util.wrap_init(fun, debug_info=original.debug_info)
@@ -254,40 +271,31 @@ def _transform_hijax_custom_jvp(
   paths: _weights.WeightPaths,
 ) -> dict[str, Any]:
   """Return the new parameters of a hijax primitive of ``custom_jvp``."""
-  jvp_rule, map_call = hi_prim.jvp_rule, transform.map_call
-
-  @functools.wraps(jvp_rule)
-  def new_jvp_rule(primals: Any, tangents: Any) -> Any:
-    arrays = [*flatten_with_zeros(primals), *flatten_with_zeros(tangents)]
-    rule_paths = _weights.WeightPaths((*paths.inputs, *paths.inputs))
-    return map_call(lambda: jvp_rule(primals, tangents), arrays, rule_paths)[0]
-
+  # The rule receives primals, then tangents.
+  rule_paths = _weights.WeightPaths((*paths.inputs, *paths.inputs))
   return {
     "traced": _retrace(hi_prim.traced, transform, paths),
-    "jvp_rule": new_jvp_rule,
+    "jvp_rule": _wrap_call(hi_prim.jvp_rule, transform, lambda: rule_paths),
   }
 
 
 def _transform_hijax_custom_vjp(
   hi_prim: Any,
-  rule: CustomRule,
+  _: CustomRule,
   transform: RuleTransform,
   paths: _weights.WeightPaths,
 ) -> dict[str, Any]:
   """Return the new parameters of a hijax primitive of ``custom_vjp``."""
+  fwd, map_call = hi_prim.fwd, transform.map_call
   # JAX calls fwd before bwd, so `new_fwd` fills the list before bwd reads it.
   residual_paths: list[_weights.WeightPath] = []
-  primal_paths = paths.inputs[rule.num_consts :]
-  bwd_params = _transform_hijax_bwd(
-    hi_prim, transform, residual_paths, primal_paths
-  )
-  fwd, map_call = hi_prim.fwd, transform.map_call
 
   @functools.wraps(fwd)
   def new_fwd(perturbed_mask: Any, *args: Any) -> Any:
-    fun = lambda: fwd(perturbed_mask, *args)
     result, out_paths = map_call(
-      fun, flatten_with_zeros(args), _weights.WeightPaths(paths.inputs)
+      functools.partial(fwd, perturbed_mask, *args),
+      flatten_with_zeros(args),
+      _weights.WeightPaths(paths.inputs),
     )
     residual_paths[:] = out_paths[len(flatten_with_zeros(result[0])) :]
     return result
@@ -296,12 +304,17 @@ def _transform_hijax_custom_vjp(
   num_shared, num_rule_only = (
     len(flatten_with_zeros(x)) for x in hi_prim.in_avals[:2]
   )
-  body_paths = (
-    *paths.inputs[:num_shared],
-    *paths.inputs[num_shared + num_rule_only :],
-  )
-  traced = _retrace(hi_prim.traced, transform, _weights.WeightPaths(body_paths))
-  return {"traced": traced, "fwd": new_fwd, **bwd_params}
+  primal_paths = paths.inputs[num_shared + num_rule_only :]
+  body_paths = _weights.WeightPaths((*paths.inputs[:num_shared], *primal_paths))
+  return {
+    "traced": _retrace(hi_prim.traced, transform, body_paths),
+    "fwd": new_fwd,
+    **_transform_hijax_bwd(
+      hi_prim,
+      transform,
+      lambda: _weights.WeightPaths(tuple(residual_paths), primal_paths),
+    ),
+  }
 
 
 def _transform_hijax_custom_lin(
@@ -311,37 +324,21 @@ def _transform_hijax_custom_lin(
   paths: _weights.WeightPaths,
 ) -> dict[str, Any]:
   """Return the new parameters of the tangent of a hijax primitive."""
-  return _transform_hijax_bwd(
-    hi_prim, transform, paths.inputs[: rule.num_consts], ()
-  )
+  bwd_paths = _weights.WeightPaths(paths.inputs[: rule.num_consts])
+  return _transform_hijax_bwd(hi_prim, transform, lambda: bwd_paths)
 
 
 def _transform_hijax_bwd(
   hi_prim: Any,
   transform: RuleTransform,
-  residual_paths: Sequence[_weights.WeightPath],
-  out_paths: Any,
+  get_paths: Callable[[], _weights.WeightPaths],
 ) -> dict[str, Any]:
-  """Return the new parameters of a hijax primitive that contains a bwd rule.
-
-  Args:
-    hi_prim: the primitive.
-    transform: the transforms.
-    residual_paths: the weight paths of the residuals, read when JAX calls bwd.
-    out_paths: the weight paths of the inputs whose cotangents bwd returns.
-  """
-  bwd, map_call = hi_prim.bwd, transform.map_call
+  """Return the new parameters of a hijax primitive that contains a bwd rule."""
   if "remat_rules" not in hi_prim.params:  # Remove this once jax >= 0.12.
     raise KeyError("Before JAX 0.12 the rules of hijax primitives differ.")
-
-  @functools.wraps(bwd)
-  def new_bwd(residuals: Any, cotangents: Any) -> Any:
-    bwd_paths = _weights.WeightPaths(tuple(residual_paths), out_paths)
-    fun = lambda: bwd(residuals, cotangents)
-    return map_call(fun, flatten_with_zeros(residuals), bwd_paths)[0]
-
-  # JAX would prefer these two to bwd if they were set, and they compute the
+  # JAX would prefer the other two to bwd if they were set, and they compute the
   # same cotangents without the transform.
+  new_bwd = _wrap_call(hi_prim.bwd, transform, get_paths)
   return {"bwd": new_bwd, "bwd_accums": None, "remat_rules": None}
 
 
