@@ -274,7 +274,7 @@ class Rewriter:
       The rewrite; without changes if the filter selects a matmul of the rule,
       or if the parameters of the equation are unknown.
     """
-    paths = ctx.weights.get_call_suffixes(eqn)
+    paths = ctx.weights.get_call_paths(eqn).suffixes
     log = RewriteLog()
     if self._float32_filter.patterns:
       has_matmuls = self._matmul_search.any_inside(eqn)
@@ -334,10 +334,11 @@ class Rewriter:
       The rewrite.
     """
     results: list[RewriteResult] = []
+    body_suffixes = ctx.weights.get_call_paths(eqn).body_suffixes
 
     def replace(jaxpr: _eqns.AnyJaxpr) -> Any:
       body_jaxpr = _eqns.close_jaxpr(jaxpr).jaxpr
-      body_paths = ctx.weights.get_body_suffixes(eqn, body_jaxpr)
+      body_paths = body_suffixes.get(body_jaxpr, _weights.NO_PATHS)
       results.append(self.rewrite(jaxpr, location, in_half_mask, body_paths))
       return results[-1].jaxpr
 

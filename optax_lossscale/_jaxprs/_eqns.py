@@ -97,7 +97,7 @@ def eval_jaxpr(
   jaxpr = closed_jaxpr.jaxpr
   env = dict(zip(jaxpr.constvars, closed_jaxpr.consts, strict=True))
   read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
-  for eqn, _ in live_eqns(jaxpr):
+  for _, eqn, _ in live_eqns(jaxpr):
     outs = eqn_as_fun(eqn)(*map(read, eqn.invars))
     for var, value in zip(eqn.outvars, outs, strict=True):
       env[var] = map_output(eqn, var, value)
@@ -297,9 +297,7 @@ def subjaxprs(eqn: core.JaxprEqn) -> Iterator[ClosedJaxpr]:
 
   The jaxprs that a hijax primitive has as attributes are included.
   """
-  hi_prim = get_hi_primitive(eqn)
-  prim_attrs = getattr(hi_prim, "__dict__", {})
-  hi_params = getattr(hi_prim, "params", prim_attrs).values()
+  hi_params = getattr(get_hi_primitive(eqn), "params", {}).values()
   # A hijax primitive has a `Traced` of `jax.jit`, which contains a jaxpr.
   params = [*eqn.params.values(), *(getattr(x, "jaxpr", x) for x in hi_params)]
   for param in params:
@@ -314,12 +312,8 @@ def get_hi_primitive(eqn: core.JaxprEqn) -> Any:
   The result is an object that contains the rules of the primitive, as opposed
   to ``eqn.primitive``, which is the same for all equations of hijax.
   """
-  if eqn.primitive.name != "call_hi_primitive":
-    return None
-  # The name of the parameter depends on the version of JAX, unless there are
-  # several.
-  (first_param, *more_params) = eqn.params.values()
-  return eqn.params.get("_prim") if more_params else first_param
+  is_hijax = eqn.primitive.name == "call_hi_primitive"
+  return eqn.params.get("_prim") if is_hijax else None
 
 
 def get_exported_mlir(eqn: core.JaxprEqn) -> str:
@@ -451,7 +445,7 @@ def has_ref_operand(eqn: core.JaxprEqn) -> bool:
 
 def live_eqns(
   jaxpr: core.Jaxpr, used_outputs: Sequence[bool] | None = None
-) -> list[tuple[core.JaxprEqn, list[bool]]]:
+) -> list[tuple[int, core.JaxprEqn, list[bool]]]:
   """Eliminate dead code.
 
   Args:
@@ -460,19 +454,19 @@ def live_eqns(
 
   Returns:
     The equations that have an effect or whose outputs are read, in program
-    order, each with the mask of its outputs that are read.
+    order, each with its index and the mask of its outputs that are read.
   """
   outvars = itertools.compress(
     jaxpr.outvars, used_outputs or itertools.repeat(True)
   )
   live_vars = set(drop_literals(outvars))
-  eqns_with_masks = []
-  for eqn in reversed(jaxpr.eqns):
+  live = []
+  for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
     mask = [v in live_vars for v in eqn.outvars]
     if any(mask) or eqn.effects or has_ref_operand(eqn):
-      eqns_with_masks.append((eqn, mask))
+      live.append((i, eqn, mask))
       live_vars.update(drop_literals(eqn.invars))
-  return eqns_with_masks[::-1]
+  return live[::-1]
 
 
 def drop_literals(atoms: Iterable[Any]) -> Iterator[Any]:

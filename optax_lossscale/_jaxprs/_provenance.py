@@ -6,7 +6,7 @@ Reports identify a matmul by a label of these names, and ``keep_float32=`` of
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import itertools
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from jax.extend import core
 import jax.numpy as jnp
@@ -23,9 +23,6 @@ _AUTOCAST_PREFIX = "autocast-"
 # "no weights at model.py:32" selects the matmuls of a line that have no
 # parameter path, if other matmuls of the line have one.
 NO_WEIGHTS = "no weights"
-
-
-_Scope = TypeVar("_Scope", bound=str)
 
 
 class _AutocastScope(str):
@@ -218,7 +215,7 @@ class EqnLocation(NamedTuple):
     transforms = [x.name for x in self.name_stack if _is_transform(x)]
     return [x for x in transforms if x in ("jvp", "transpose")]
 
-  def _filter_scopes(self, cls: type[_Scope]) -> list[_Scope]:
+  def _filter_scopes(self, cls: type[str]) -> list[str]:
     """Return the scopes of a class, the outermost first."""
     return [x.name for x in self.name_stack if isinstance(x.name, cls)]
 

@@ -112,9 +112,8 @@ class StateThreader(abc.ABC):
         first axis.
     """
 
-  def lift_const(self, value: Any, atom: _eqns.Atom) -> Any:
+  def lift_const(self, value: Any) -> Any:
     """Return the value that replaces a literal or a constant of a jaxpr."""
-    del atom
     return value
 
   def end_iteration(self, frame: Frame, outs: list[Any], state: State) -> None:
@@ -136,17 +135,15 @@ class StateThreader(abc.ABC):
     jaxpr = closed_jaxpr.jaxpr
     env = dict(zip(jaxpr.invars, inputs, strict=True))
     for var, const in zip(jaxpr.constvars, closed_jaxpr.consts, strict=True):
-      env[var] = self.lift_const(const, var)
+      env[var] = self.lift_const(const)
 
     def read(atom: Any) -> Any:
       if isinstance(atom, core.Literal):
-        return self.lift_const(atom.val, atom)
+        return self.lift_const(atom.val)
       return env.get(atom)
 
-    index_by_eqn = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
-    for eqn, used_outputs in _eqns.live_eqns(jaxpr, frame.used_outputs):
-      path = (*frame.path, index_by_eqn[id(eqn)])
-      visit = Visit(eqn, frame, path, used_outputs)
+    for i, eqn, used_outputs in _eqns.live_eqns(jaxpr, frame.used_outputs):
+      visit = Visit(eqn, frame, (*frame.path, i), used_outputs)
       outs = self.eval_eqn(visit, list(map(read, eqn.invars)), state)
       env.update(zip(eqn.outvars, outs, strict=True))
     return list(map(read, jaxpr.outvars))

@@ -136,19 +136,18 @@ def walk(
   Yields:
     The visits.
   """
-  eqns: Iterable[tuple[core.JaxprEqn, list[bool] | None]] = (
+  eqns: Iterable[tuple[int, core.JaxprEqn, list[bool] | None]] = (
     _eqns.live_eqns(closed_jaxpr.jaxpr, used_outputs)
     if only_live
-    else ((eqn, None) for eqn in closed_jaxpr.jaxpr.eqns)
+    else ((i, eqn, None) for i, eqn in enumerate(closed_jaxpr.jaxpr.eqns))
   )
-  index_by_eqn = {id(eqn): i for i, eqn in enumerate(closed_jaxpr.jaxpr.eqns)}
-  for eqn, eqn_used_outputs in eqns:
+  for eqn_index, eqn, eqn_used_outputs in eqns:
     visit = EqnVisit(
       weights.tag_with_weight(eqn) if weights else eqn,
       closed_jaxpr,
       parent,
       body_index,
-      index_by_eqn[id(eqn)],
+      eqn_index,
       root_location or _provenance.EqnLocation(),
     )
     yield visit

@@ -99,12 +99,12 @@ class JaxprWeights:
       invars, [*const_paths, *paths.inputs]
     )
     self._gradient_paths = _map_vars_to_paths(jaxpr.outvars, paths.outputs)
-    self._call_paths: dict[core.JaxprEqn, _CallPaths] = {}
+    self._call_paths: dict[core.JaxprEqn, CallPaths] = {}
     # One pass in each direction is enough, since the equations of a jaxpr are
     # in topological order.
     for eqn in reversed(jaxpr.eqns) if self._gradient_paths else ():
       self._propagate_backward(eqn)
-    for eqn in jaxpr.eqns if self._has_weights() else ():
+    for eqn in jaxpr.eqns:
       self._propagate_forward(eqn)
 
   def get_paths(self, atoms: Sequence[Any]) -> list[WeightPath]:
@@ -125,10 +125,8 @@ class JaxprWeights:
     matmuls in its jaxpr are tagged with the suffixes. So layers whose calls
     share one jaxpr still share it: the layers differ in the prefix.
     """
-    if not self._has_weights() and not self._gradient_paths:
-      return eqn
     if not _primitives.is_matmul(eqn):
-      return _provenance.tag_param_path(eqn, self._get_call_paths(eqn).prefix)
+      return _provenance.tag_param_path(eqn, self.get_call_paths(eqn).prefix)
     # A weight among the operands has priority over a gradient as the result.
     paths = [
       *self.get_paths(eqn.invars[:2]),
@@ -136,35 +134,22 @@ class JaxprWeights:
     ]
     return _provenance.tag_param_path(eqn, next(filter(None, paths), ()))
 
-  def get_call_suffixes(self, eqn: core.JaxprEqn) -> WeightPaths:
-    """Return the paths of a call's inputs and outputs, without its prefix."""
-    return self._get_call_paths(eqn).suffixes
-
-  def get_body_suffixes(
-    self, eqn: core.JaxprEqn, body: core.Jaxpr
-  ) -> WeightPaths:
-    """Return the paths of a body's inputs and outputs, without the prefix."""
-    return self._get_call_paths(eqn).body_suffixes.get(body, NO_PATHS)
-
   def get_body_weights(
     self, eqn: core.JaxprEqn, body: _eqns.ClosedJaxpr
   ) -> "JaxprWeights":
     """Return the weights in a jaxpr that a call runs."""
+    body_suffixes = self.get_call_paths(eqn).body_suffixes
     return self._program.get_jaxpr_weights(
-      body, self.get_body_suffixes(eqn, body.jaxpr)
+      body, body_suffixes.get(body.jaxpr, NO_PATHS)
     )
 
-  def _get_call_paths(self, eqn: core.JaxprEqn) -> "_CallPaths":
+  def get_call_paths(self, eqn: core.JaxprEqn) -> "CallPaths":
     """Return the cached paths of an equation."""
     if eqn not in self._call_paths:
       inputs = self.get_paths(eqn.invars)
       outputs = _get_paths(self._gradient_paths, eqn.outvars)
       self._call_paths[eqn] = _split_call_paths(eqn, inputs, outputs)
     return self._call_paths[eqn]
-
-  def _has_weights(self) -> bool:
-    """Return whether any variable or literal of the jaxpr may be a weight."""
-    return bool(self._weight_paths or self._program.path_by_id)
 
   def _propagate_forward(self, eqn: core.JaxprEqn) -> None:
     """Record the outputs of an equation that are weights."""
@@ -173,7 +158,7 @@ class JaxprWeights:
       return
     call_jaxpr = _eqns.get_call_jaxpr(eqn)
     if call_jaxpr is not None:  # A call may return a weight, such as a cast.
-      prefix = self._get_call_paths(eqn).prefix
+      prefix = self.get_call_paths(eqn).prefix
       body_weights = self.get_body_weights(eqn, call_jaxpr)
       paths = body_weights.get_paths(call_jaxpr.jaxpr.outvars)
       paths = [path if path is None else (*prefix, *path) for path in paths]
@@ -224,13 +209,14 @@ class JaxprWeights:
     )
 
 
-class _CallPaths(NamedTuple):
+class CallPaths(NamedTuple):
   """The weight paths of a higher-order equation, split at their common prefix.
 
   Attributes:
     prefix: the keys that all paths of the equation have in common.
     suffixes: the remaining keys of each input and output.
-    body_suffixes: the same for the inputs and outputs of each jaxpr.
+    body_suffixes: the same for the inputs and outputs of each jaxpr, if any has
+      a path.
   """
 
   prefix: tuple[str, ...] = ()
@@ -240,7 +226,7 @@ class _CallPaths(NamedTuple):
 
 def _split_call_paths(
   eqn: core.JaxprEqn, inputs: list[WeightPath], outputs: list[WeightPath]
-) -> _CallPaths:
+) -> CallPaths:
   """Split the weight paths of an equation at their common prefix.
 
   Args:
@@ -249,7 +235,7 @@ def _split_call_paths(
     outputs: for each output the path of the weight whose gradient it is.
   """
   if all(path is None for path in (*inputs, *outputs)):
-    return _CallPaths()
+    return CallPaths()
   hop = _higher_order.parse_higher_order(eqn)
   # A loop changes its carry, so that is not a weight after the first iteration.
   inputs = _higher_order.mask_carry(hop, inputs)
@@ -271,7 +257,7 @@ def _split_call_paths(
     body.jaxpr: WeightPaths(tuple(body_inputs), suffixes.outputs)
     for body, body_inputs in bodies_with_inputs
   }
-  return _CallPaths(prefix, suffixes, body_suffixes)
+  return CallPaths(prefix, suffixes, body_suffixes)
 
 
 def _map_vars_to_paths(

@@ -173,8 +173,7 @@ class _ReferenceEvaluator(_report_program.ReportEvaluator):
     del state  # The state of each device includes it.
     return jax.tree.map(lambda x: jnp.max(x, 0), device_states)
 
-  def lift_const(self, value: Any, atom: _eqns.Atom) -> Any:
-    del atom
+  def lift_const(self, value: Any) -> Any:
     return _float32_eqns.upcast(value)
 
   def eval_eqn(
