@@ -180,7 +180,7 @@ def autocast(
     warn_once(result.message)
     # If a message is about matmuls that stayed in float32, `fun` has matmuls.
     if not result.message and not log.has_matmuls:
-      warn_once(_messages.describe_nothing_cast(fun, thunk, dtype))
+      warn_once(_messages.describe_nothing_cast(fun, result.old_jaxpr, dtype))
     return out
 
   return autocast_fun

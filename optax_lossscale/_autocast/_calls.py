@@ -66,6 +66,7 @@ class AutocastResult(NamedTuple):
     message: a warning about matmuls that stayed in float32; empty if there are
       none.
     jaxpr: the rewritten jaxpr.
+    old_jaxpr: the jaxpr before the rewrite.
   """
 
   out: Any
@@ -73,6 +74,7 @@ class AutocastResult(NamedTuple):
   log: _rewrite.RewriteLog
   message: str
   jaxpr: _eqns.ClosedJaxpr
+  old_jaxpr: _eqns.ClosedJaxpr
 
 
 def call_with_autocast(
@@ -129,6 +131,7 @@ def call_with_autocast(
     rewrite_result.log,
     message,
     rewrite_result.jaxpr,
+    closed_jaxpr,
   )
 
 
@@ -149,13 +152,19 @@ def rewrite_program(
     matmuls that stayed in float32.
   """
   program_weights = _weights.ProgramWeights(config.paths_by_id)
-  rule_transform = _make_rule_transform(config.without_names())
+  # JAX may call both after the trace has ended, so they close over no tracers.
+  rule_config = config.without_names()
+  make_rule_transform = functools.partial(
+    _custom_derivatives.RuleTransform,
+    map_jaxpr=functools.partial(_rewrite_rule_jaxpr, config=rule_config),
+    map_call=functools.partial(_autocast_rule_call, config=rule_config),
+  )
 
   def rewrite_with(
     float32_filter: _float32_filter.Float32Filter,
   ) -> _rewrite.RewriteResult:
     rewriter = _rewrite.Rewriter(
-      config.dtype, float32_filter, program_weights, rule_transform
+      config.dtype, float32_filter, program_weights, make_rule_transform
     )
     return rewriter.rewrite(closed_jaxpr, _provenance.EqnLocation(), (), paths)
 
@@ -172,22 +181,6 @@ def rewrite_program(
     closed_jaxpr, set(result.log.unentered_eqns), config.dtype
   )
   return result, out_paths, message
-
-
-def _make_rule_transform(
-  config: AutocastConfig,
-) -> _custom_derivatives.RuleTransform:
-  """Return the transform of custom derivatives, with a placeholder for bodies.
-
-  The rewriter replaces ``map_body``, because only it knows the location of an
-  equation.
-  """
-  # JAX may call both after the trace has ended, so they close over no tracers.
-  return _custom_derivatives.RuleTransform(
-    map_body=lambda closed_jaxpr, _: closed_jaxpr,
-    map_jaxpr=functools.partial(_rewrite_rule_jaxpr, config=config),
-    map_call=functools.partial(_autocast_rule_call, config=config),
-  )
 
 
 def _rewrite_rule_jaxpr(

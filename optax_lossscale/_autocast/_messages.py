@@ -3,7 +3,6 @@
 from collections.abc import Callable, Set
 from typing import Any
 
-import jax
 from jax.extend import core
 
 from optax_lossscale._autocast import _matmuls
@@ -63,13 +62,13 @@ def describe_unentered(
 
 
 def describe_nothing_cast(
-  fun: Callable[..., Any], thunk: Callable[[], Any], dtype: Any
+  fun: Callable[..., Any], closed_jaxpr: _eqns.ClosedJaxpr, dtype: Any
 ) -> str:
   """Return the warning about a function without any matmul to cast.
 
   Args:
     fun: the function.
-    thunk: the call of the function, without arguments.
+    closed_jaxpr: its jaxpr before the rewrite.
     dtype: the half precision.
 
   Returns:
@@ -82,13 +81,6 @@ def describe_nothing_cast(
     subjaxprs: list[Any] = [*_eqns.subjaxprs(eqn)] or [_eqns.lower_hijax(eqn)]
     return [closed_jaxpr for closed_jaxpr in subjaxprs if closed_jaxpr]
 
-  # The caller has only the rewritten jaxpr, so the function is traced again.
-  # This is slow, but happens only for a warning.
-  def flat_fun() -> list[Any]:
-    leaves = jax.tree.leaves(thunk())
-    return [x for x in leaves if isinstance(x, jax.core.Tracer)]
-
-  closed_jaxpr = jax.make_jaxpr(flat_fun)()
   eqns: Any = [visit.eqn for visit in _walk.walk(closed_jaxpr, get_subjaxprs)]
   if any(_matmuls.has_rule_matmuls(eqn, dtype) for eqn in eqns):
     return ""

@@ -108,8 +108,8 @@ class Rewriter:
     dtype: the dtype of the matmuls.
     float32_filter: the matmuls that stay in float32.
     program_weights: the weights of the function.
-    rule_transform: the transform of custom derivatives. The rewriter replaces
-      its ``map_body``.
+    make_rule_transform: takes the ``map_body`` of a transform of custom
+      derivatives, and returns the transform.
   """
 
   def __init__(
@@ -117,12 +117,12 @@ class Rewriter:
     dtype: Any,
     float32_filter: _float32_filter.Float32Filter,
     program_weights: _weights.ProgramWeights,
-    rule_transform: _custom_derivatives.RuleTransform,
+    make_rule_transform: Callable[..., _custom_derivatives.RuleTransform],
   ) -> None:
     self._dtype = dtype
     self._float32_filter = float32_filter
     self._program_weights = program_weights
-    self._rule_transform = rule_transform
+    self._make_rule_transform = make_rule_transform
     self._matmul_search = _matmuls.MatmulSearch(
       dtype, include_rule_matmuls=True
     )
@@ -305,7 +305,7 @@ class Rewriter:
       return result.jaxpr
 
     new_eqn = _custom_derivatives.transform_custom_rule(
-      tagged_eqn, self._rule_transform._replace(map_body=map_body), paths
+      tagged_eqn, self._make_rule_transform(map_body), paths
     )
     if new_eqn is None:
       log = log._replace(unentered_eqns=(eqn,))
