@@ -389,11 +389,11 @@ def cast_eqn(eqn: core.JaxprEqn, dtype: Any) -> list[core.JaxprEqn]:
   invars = [_replace_float32_var(atom, dtype) for atom in eqn.invars]
   outvars = [_replace_float32_var(var, dtype) for var in eqn.outvars]
   input_casts = [
-    _eqns.make_convert_eqn(*pair, eqn)
+    _primitives.make_convert_eqn(*pair, eqn)
     for pair in _zip_replaced(eqn.invars, invars)
   ]
   output_casts = [
-    _eqns.make_convert_eqn(*pair, eqn)
+    _primitives.make_convert_eqn(*pair, eqn)
     for pair in _zip_replaced(outvars, eqn.outvars)
   ]
   return [

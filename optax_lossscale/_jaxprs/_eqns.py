@@ -23,9 +23,7 @@ import itertools
 from typing import Any, TYPE_CHECKING
 
 import jax
-from jax import lax
 from jax.extend import core
-import jax.numpy as jnp
 
 from optax_lossscale._jaxprs import _avals
 
@@ -223,22 +221,10 @@ def get_canonical_name(eqn: core.JaxprEqn) -> str:
 
 
 def has_same_signature(closed_jaxpr: ClosedJaxpr, eqn: core.JaxprEqn) -> bool:
-  """Return whether a jaxpr has as many inputs and outputs as an equation.
-
-  For a hijax primitive the shapes and dtypes must be equal, too: not each jaxpr
-  among its attributes computes its outputs from its inputs.
-  """
+  """Return whether a jaxpr has as many inputs and outputs as an equation."""
   jaxpr = closed_jaxpr.jaxpr
   pairs = (jaxpr.invars, eqn.invars), (jaxpr.outvars, eqn.outvars)
-  if get_hi_primitive(eqn) is None:
-    return all(len(inner) == len(outer) for inner, outer in pairs)
-  return all(_list_types(inner) == _list_types(outer) for inner, outer in pairs)
-
-
-def _list_types(atoms: Iterable[Any]) -> list[tuple[Any, str]]:
-  """Return the shape and dtype of each variable or literal."""
-  # The dtypes are strings, since `np.dtype("float64") == None` is True.
-  return [(get_shape(v), str(getattr(v.aval, "dtype", ""))) for v in atoms]
+  return all(len(inner) == len(outer) for inner, outer in pairs)
 
 
 def lower_hijax(eqn: core.JaxprEqn) -> ClosedJaxpr | None:
@@ -341,22 +327,6 @@ def map_subjaxprs(
   return replace_params(eqn, hi_prim, new_params)
 
 
-def map_dtypes(
-  eqn: core.JaxprEqn, map_fn: Callable[[Any], Any]
-) -> core.JaxprEqn:
-  """Replace each dtype among the parameters of an equation.
-
-  Args:
-    eqn: the equation.
-    map_fn: a function from a dtype to a dtype.
-  """
-  params = {
-    k: jnp.dtype(map_fn(v)) if isinstance(v, jnp.dtype) else v
-    for k, v in eqn.params.items()
-  }
-  return eqn.replace(params=params)
-
-
 def replace_params(
   eqn: core.JaxprEqn, hi_prim: Any, new_params: Mapping[str, Any]
 ) -> core.JaxprEqn:
@@ -384,37 +354,6 @@ def _map_param(param: Any, map_fn: Callable[[AnyJaxpr], AnyJaxpr]) -> Any:
   if type(param) is tuple:
     return tuple(_map_param(x, map_fn) for x in param)
   return param
-
-
-def make_convert_eqn(
-  invar: Any, outvar: Any, template: core.JaxprEqn
-) -> core.JaxprEqn:
-  """Make a ``convert_element_type`` with the source info of an equation.
-
-  Args:
-    invar: the variable to convert.
-    outvar: the variable that the equation defines.
-    template: the equation whose source info and context it has.
-  """
-  convert_eqn = _trace_convert_eqn(outvar.aval.dtype)
-  # The matmul of two weakly typed arrays has a weakly typed result, and the
-  # variable must keep its type.
-  params = {**convert_eqn.params, "weak_type": outvar.aval.weak_type}
-  return template.replace(
-    invars=[invar],
-    outvars=[outvar],
-    primitive=convert_eqn.primitive,
-    params={name: params[name] for name in convert_eqn.params},
-    effects=convert_eqn.effects,
-  )
-
-
-@functools.cache
-def _trace_convert_eqn(dtype: Any) -> core.JaxprEqn:
-  """Trace a ``convert_element_type`` equation, to copy its parameters."""
-  trace_convert = jax.make_jaxpr(lambda x: lax.convert_element_type(x, dtype))
-  (eqn,) = trace_convert(jax.ShapeDtypeStruct((), jnp.int8)).eqns
-  return eqn
 
 
 def replace_jaxpr_fields(jaxpr: AnyJaxpr, **fields: Any) -> AnyJaxpr:

@@ -1,5 +1,7 @@
-"""Tables of JAX's primitives: matmuls and their FLOPs, sums, data movement."""
+"""JAX's primitives: matmuls and their FLOPs, casts, sums, data movement."""
 
+from collections.abc import Callable
+import functools
 import math
 from typing import Any
 
@@ -85,6 +87,52 @@ def get_result_dtype(eqn: core.JaxprEqn) -> Any:
   aval: Any = eqn.outvars[0].aval
   preferred_dtype: Any = eqn.params.get("preferred_element_type")
   return jnp.dtype(preferred_dtype or aval.dtype)
+
+
+def map_dtypes(
+  eqn: core.JaxprEqn, map_fn: Callable[[Any], Any]
+) -> core.JaxprEqn:
+  """Replace each dtype among the parameters of an equation.
+
+  Args:
+    eqn: the equation.
+    map_fn: a function from a dtype to a dtype.
+  """
+  params = {
+    k: jnp.dtype(map_fn(v)) if isinstance(v, jnp.dtype) else v
+    for k, v in eqn.params.items()
+  }
+  return eqn.replace(params=params)
+
+
+def make_convert_eqn(
+  invar: Any, outvar: Any, template: core.JaxprEqn
+) -> core.JaxprEqn:
+  """Make a ``convert_element_type`` with the source info of an equation.
+
+  Args:
+    invar: the variable to convert.
+    outvar: the variable that the equation defines.
+    template: the equation whose source info and context it has.
+  """
+  convert_eqn = _trace_convert_eqn(outvar.aval.dtype)
+  return template.replace(
+    invars=[invar],
+    outvars=[outvar],
+    primitive=convert_eqn.primitive,
+    # The matmul of two weakly typed arrays has a weakly typed result, and the
+    # variable must keep its type.
+    params={**convert_eqn.params, "weak_type": outvar.aval.weak_type},
+    effects=convert_eqn.effects,
+  )
+
+
+@functools.cache
+def _trace_convert_eqn(dtype: Any) -> core.JaxprEqn:
+  """Trace a ``convert_element_type`` equation, to copy its parameters."""
+  trace_convert = jax.make_jaxpr(lambda x: lax.convert_element_type(x, dtype))
+  (eqn,) = trace_convert(jax.ShapeDtypeStruct((), jnp.int8)).eqns
+  return eqn
 
 
 def count_flops(eqn: core.JaxprEqn) -> int | None:

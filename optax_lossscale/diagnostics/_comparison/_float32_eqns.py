@@ -124,7 +124,7 @@ def eval_in_float32(
   elif next(_eqns.subjaxprs(eqn), None) or _eqns.get_hi_primitive(eqn):
     return None
   as_float32 = lambda dtype: jnp.float32 if is_half_dtype(dtype) else dtype
-  return _eqns.eqn_as_fun(_eqns.map_dtypes(eqn, as_float32))(*inputs)
+  return _eqns.eqn_as_fun(_primitives.map_dtypes(eqn, as_float32))(*inputs)
 
 
 def is_float32(x: Any) -> bool:
