@@ -8,7 +8,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from optax_lossscale import _arrays
-from optax_lossscale._jaxprs import _avals
+from optax_lossscale._jaxprs import _primitives
 
 AxisName = Hashable | Sequence[Hashable]
 
@@ -55,14 +55,16 @@ def sum_over_axes(
     if not _is_vma_tracked(name):
       raise ValueError(_format_vma_required(name))
   axes = tuple(
-    n for n in names if any(n in _avals.get_varying_axes(x) for x in values)
+    n
+    for n in names
+    if any(n in _primitives.get_varying_axes(x) for x in values)
   )
   terms = []
   for value in values:
     # Zero the replicas on all devices except the first, so a single psum serves
     # both sharded and replicated values.
     for name in axes:
-      if name not in _avals.get_varying_axes(value):
+      if name not in _primitives.get_varying_axes(value):
         value = _zero_except_first(value, name)
     terms.append(value)
   result = _arrays.fold_by_platform(lax.add, terms, jnp.float32(0))
@@ -81,7 +83,7 @@ def _get_varying_axes(
   return tuple(
     name
     for name in _as_tuple(axis_name)
-    if not _is_vma_tracked(name) or name in _avals.get_varying_axes(x)
+    if not _is_vma_tracked(name) or name in _primitives.get_varying_axes(x)
   )
 
 
@@ -93,7 +95,7 @@ def _is_vma_tracked(axis_name: Hashable) -> bool:
   The index along the axis always varies, so if its type doesn't show that, the
   axis isn't tracked.
   """
-  return axis_name in _avals.get_varying_axes(lax.axis_index(axis_name))
+  return axis_name in _primitives.get_varying_axes(lax.axis_index(axis_name))
 
 
 def _as_tuple(axis_name: AxisName | None) -> tuple[Hashable, ...]:

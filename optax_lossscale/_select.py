@@ -11,7 +11,7 @@ import jax
 from jax.extend import core
 
 from optax_lossscale import _arrays
-from optax_lossscale._jaxprs import _avals, _eqns
+from optax_lossscale._jaxprs import _eqns, _primitives
 
 
 def update_with_selects(
@@ -165,7 +165,8 @@ def _can_replace_by_select(
     return (
       # The result of the select also varies over the mesh axes of `finite`, so
       # the value must already vary over them.
-      _avals.get_varying_axes(finite) <= _avals.get_aval_varying_axes(var.aval)
+      _primitives.get_varying_axes(finite)
+      <= _primitives.get_aval_varying_axes(var.aval)
       and var.aval == jax.typeof(old)
       and _eqns.can_substitute_result(eqn, ctx)
     )

@@ -25,8 +25,6 @@ from typing import Any, TYPE_CHECKING
 import jax
 from jax.extend import core
 
-from optax_lossscale._jaxprs import _avals
-
 if TYPE_CHECKING:
   from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 else:
@@ -374,12 +372,27 @@ def is_var_in(atom: Any, variables: Container[Any]) -> bool:
   return not isinstance(atom, core.Literal) and atom in variables
 
 
+def is_ref(aval: Any) -> bool:
+  """Return whether a type is that of a Ref instead of an array."""
+  return hasattr(aval, "inner_aval")
+
+
+def is_ref_object(x: Any) -> bool:
+  """Return whether an object is a Ref of JAX."""
+  return hasattr(x, "dtype") and is_ref(getattr(x, "aval", None))
+
+
+def read_ref(x: Any) -> Any:
+  """Return the contents of a Ref; any other object itself."""
+  return x[...] if is_ref_object(x) else x
+
+
 def has_ref_operand(eqn: core.JaxprEqn) -> bool:
   """Return whether an equation could write to a Ref.
 
   Not each equation that writes to one declares an effect.
   """
-  return any(_avals.is_ref(atom.aval) for atom in eqn.invars)
+  return any(is_ref(atom.aval) for atom in eqn.invars)
 
 
 def live_eqns(

@@ -22,10 +22,10 @@ from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale._jaxprs import (
-  _avals,
   _custom_derivatives,
   _eqns,
   _higher_order,
+  _primitives,
   _provenance,
   _source_info,
   _walk,
@@ -332,10 +332,10 @@ def _make_placeholder(var: Any) -> jax.Array:
   """Make an array in place of a value that was not computed."""
   aval = var.aval
   fill_value = -1 if jnp.issubdtype(aval.dtype, jnp.integer) else 0
-  axes = tuple(_avals.get_aval_varying_axes(aval))
+  axes = tuple(_primitives.get_aval_varying_axes(aval))
   # Within a `shard_map` the outputs of branches must vary over the same axes.
   placeholder = jnp.full(aval.shape, fill_value, aval.dtype)
-  return _avals.cast_to_varying(placeholder, axes) if axes else placeholder
+  return _primitives.cast_to_varying(placeholder, axes) if axes else placeholder
 
 
 def _make_scan_with_outputs(

@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend import core
 import jax.numpy as jnp
 
-from optax_lossscale._jaxprs import _avals, _eqns
+from optax_lossscale._jaxprs import _eqns, _primitives
 
 T = TypeVar("T")
 
@@ -122,7 +122,9 @@ class ShardMap(NamedTuple):
   def list_varying_axes(self, aval: Any) -> tuple[Any, ...]:
     """Return the axes over which a value may vary, in the order of the mesh."""
     axes = (
-      _avals.get_aval_varying_axes(aval) if self.check_vma else self.manual_axes
+      _primitives.get_aval_varying_axes(aval)
+      if self.check_vma
+      else self.manual_axes
     )
     return tuple(name for name in self.mesh.axis_names if name in axes)
 

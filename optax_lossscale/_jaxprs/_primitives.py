@@ -1,6 +1,6 @@
-"""JAX's primitives: matmuls and their FLOPs, casts, sums, data movement."""
+"""JAX's primitives and types: matmuls, casts, data movement, mesh axes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 import functools
 import math
 from typing import Any
@@ -292,6 +292,46 @@ def get_collective_axes(eqn: core.JaxprEqn) -> tuple[Any, ...]:
   axis_names: Any = eqn.params.get("axis_name")
   is_single = not isinstance(axis_names, (tuple, list))
   return (axis_names,) if is_single else tuple(axis_names)
+
+
+def get_varying_axes(x: Any) -> frozenset[Hashable]:
+  """Return the mapped axes over which an array varies, by its type."""
+  return get_aval_varying_axes(jax.typeof(x))
+
+
+def get_aval_varying_axes(aval: Any) -> frozenset[Hashable]:
+  """Return the mapped axes over which an array of this type varies.
+
+  Args:
+    aval: the type.
+
+  Returns:
+    The names of the axes; empty outside of ``shard_map`` and ``pmap``.
+
+  Raises:
+    RuntimeError: if JAX stores the axes under another name. A wrong guess would
+      let devices diverge, or count replicated gradients in a norm several
+      times.
+  """
+  # Neither attribute is public. JAX < 0.10 has `aval.vma`: remove it once
+  # jax >= 0.10.
+  manual_axis_type = getattr(aval, "manual_axis_type", None)
+  vma = getattr(manual_axis_type, "varying", getattr(aval, "vma", None))
+  if not isinstance(vma, (frozenset, set)):
+    raise RuntimeError(
+      "optax_lossscale cannot read the mesh axes over which a value varies in"
+      f" JAX {jax.__version__}, got the type {aval!r}. Use an older JAX until"
+      " optax_lossscale supports this version. Please report it."
+    )
+  return frozenset(vma)
+
+
+def cast_to_varying(x: jax.Array, axes: Any) -> jax.Array:
+  """Cast a replicated array to the type of one that varies over these axes."""
+  if hasattr(lax, "pcast"):
+    return lax.pcast(x, axes, to="varying")
+  # JAX 0.8.0 has no `pcast`: remove this line once jax >= 0.9.
+  return lax.pvary(x, axes)  # type: ignore[attr-defined]
 
 
 def is_noop_reduce_precision(eqn: core.JaxprEqn) -> bool:

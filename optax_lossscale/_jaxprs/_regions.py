@@ -15,13 +15,7 @@ from typing import Any, NamedTuple
 from jax.extend import core
 import jax.numpy as jnp
 
-from optax_lossscale._jaxprs import (
-  _avals,
-  _eqns,
-  _harvest,
-  _higher_order,
-  _primitives,
-)
+from optax_lossscale._jaxprs import _eqns, _harvest, _higher_order, _primitives
 
 # The position of an equation, an input or a value (see `_state_threading.Path`)
 # followed, for a value, by the index of the output plus `OUTPUT`. The outputs
@@ -315,4 +309,4 @@ def is_inexact(atom: Any) -> bool:
   """Return whether a variable or literal is a float or complex array."""
   # Writes into a Ref are not followed.
   dtype = getattr(atom.aval, "dtype", jnp.bool_)
-  return jnp.issubdtype(dtype, jnp.inexact) and not _avals.is_ref(atom.aval)
+  return jnp.issubdtype(dtype, jnp.inexact) and not _eqns.is_ref(atom.aval)

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from optax_lossscale._jaxprs import (
-  _avals,
   _eqns,
   _higher_order,
+  _primitives,
   _provenance,
 )
 
@@ -291,7 +291,9 @@ class StateThreader(abc.ABC):
     ) -> tuple[list[Any], State]:
       # The states of the devices differ, so their types must vary.
       if shard_map.check_vma:
-        state = jax.tree.map(lambda x: _avals.cast_to_varying(x, axes), state)
+        state = jax.tree.map(
+          lambda x: _primitives.cast_to_varying(x, axes), state
+        )
       inner_threader = copy.copy(self)
       inner_threader.shared = shared
       outs = inner_threader.eval_jaxpr(
@@ -317,7 +319,7 @@ def _separate_recomputation(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
   Otherwise XLA would replace the recomputed values by those of the forward
   pass, and keep all of them in memory. JAX prevents it in the same way.
   """
-  has_ref = any(_avals.is_ref(atom.aval) for atom in eqn.invars)
+  has_ref = any(_eqns.is_ref(atom.aval) for atom in eqn.invars)
   if _eqns.get_canonical_name(eqn) != "remat2" or has_ref:
     return inputs
   return lax.optimization_barrier(inputs)

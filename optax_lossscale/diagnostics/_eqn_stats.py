@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _arrays
-from optax_lossscale._jaxprs import _avals, _primitives
+from optax_lossscale._jaxprs import _eqns, _primitives
 
 # The number that replaces an inf or a NaN. A zero may be a divisor, and a one
 # the operand of a difference.
@@ -114,7 +114,7 @@ def measure(x: Any) -> tuple[Any, Any, Any]:
   """
   aval: Any = jax.typeof(x)
   is_number = hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.number)
-  if not is_number or _avals.is_ref(aval):
+  if not is_number or _eqns.is_ref(aval):
     return False, False, 0
   return _measure_numbers(x)
 
@@ -197,7 +197,9 @@ def _find_own_entries(
 ) -> Any:
   """Return the mask of entries that an equation may have made nonfinite."""
   # A result that is the same on all devices must remain so.
-  axes = _avals.get_varying_axes(is_fault) - _avals.get_varying_axes(x)
+  axes = _primitives.get_varying_axes(is_fault) - _primitives.get_varying_axes(
+    x
+  )
   if axes:
     names = sorted(axes, key=str)
     is_fault = lax.pmax(is_fault.astype(jnp.int32), names).astype(bool)
@@ -215,7 +217,7 @@ def _find_own_entries(
 
 def _is_float(x: Any) -> bool:
   aval = jax.typeof(x)
-  return _arrays.is_inexact(aval) and not _avals.is_ref(aval)
+  return _arrays.is_inexact(aval) and not _eqns.is_ref(aval)
 
 
 class Operand(NamedTuple):
@@ -259,7 +261,7 @@ def make_operand(
   aval: Any, is_nonfinite: bool, amax: float | None, amin: float | None
 ) -> Operand:
   """Return an operand of this type."""
-  is_number = jnp.issubdtype(aval.dtype, jnp.number) and not _avals.is_ref(aval)
+  is_number = jnp.issubdtype(aval.dtype, jnp.number) and not _eqns.is_ref(aval)
   has_amax = is_number and 0 not in aval.shape
   return Operand(
     tuple(aval.shape),

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from optax_lossscale import _arrays, _flattening, _state
-from optax_lossscale._jaxprs import _avals
+from optax_lossscale._jaxprs import _eqns
 from optax_lossscale.diagnostics import _outputs
 
 
@@ -49,7 +49,7 @@ class FlatCall:
     mask = list(map(_is_input, flat_args.leaves))
     self.input_names = list(itertools.compress(flat_args.names, mask))
     self.inputs = list(
-      map(_avals.read_ref, itertools.compress(flat_args.leaves, mask))
+      map(_eqns.read_ref, itertools.compress(flat_args.leaves, mask))
     )
     self.outputs: list[_outputs.Output] = []
     self.scale_indices: tuple[int, ...] = ()
@@ -120,9 +120,9 @@ def _get_positional_names(fun: Callable[..., Any], num_args: int) -> list[str]:
 
 
 def _is_input(leaf: Any) -> bool:
-  if isinstance(
-    leaf, (jax.Array, jax.ShapeDtypeStruct)
-  ) or _avals.is_ref_object(leaf):
+  if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or _eqns.is_ref_object(
+    leaf
+  ):
     return True
   # NumPy integers may be sizes and indices, which must stay concrete.
   is_numpy = isinstance(leaf, (np.ndarray, np.generic))
@@ -134,4 +134,4 @@ def _as_call_leaf(leaf: Any, array: Any) -> Any:
 
   The function may write to the Ref, and must not change the caller's.
   """
-  return jax.new_ref(array) if _avals.is_ref_object(leaf) else array
+  return jax.new_ref(array) if _eqns.is_ref_object(leaf) else array

@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 import jax.numpy as jnp
 
 from optax_lossscale import _arrays
-from optax_lossscale._jaxprs import _avals
+from optax_lossscale._jaxprs import _eqns
 
 
 def to_host(tree: Any) -> Any:
@@ -111,7 +111,7 @@ def _gather(x: Any) -> Any:
 
 def _test_floats(predicate: Callable[[Any], Any], x: Any) -> Any:
   """Return whether any entry satisfies a predicate; False unless floats."""
-  is_float = _arrays.is_inexact(x) and not _avals.is_ref(jax.typeof(x))
+  is_float = _arrays.is_inexact(x) and not _eqns.is_ref(jax.typeof(x))
   return is_float and _any_entry(predicate, x)
 
 

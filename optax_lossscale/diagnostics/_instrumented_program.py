@@ -18,12 +18,7 @@ from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._jaxprs import (
-  _avals,
-  _eqns,
-  _regions,
-  _state_threading,
-)
+from optax_lossscale._jaxprs import _eqns, _regions, _state_threading
 from optax_lossscale.diagnostics import (
   _eqn_stats,
   _host_values,
@@ -300,7 +295,7 @@ def _as_array(x: Any, atom: _eqns.Atom) -> Any:
   Literals of a jaxpr may have a class that is private to JAX.
   """
   aval: Any = atom.aval
-  is_array_or_ref = _avals.is_ref(aval) or isinstance(x, jax.Array)
+  is_array_or_ref = _eqns.is_ref(aval) or isinstance(x, jax.Array)
   return x if is_array_or_ref else jnp.asarray(x, aval.dtype)
 
 

@@ -19,13 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale import _arrays, _paths, _state, _tags
-from optax_lossscale._jaxprs import (
-  _avals,
-  _eqns,
-  _harvest,
-  _regions,
-  _walk,
-)
+from optax_lossscale._jaxprs import _eqns, _harvest, _regions, _walk
 
 # The kinds of outputs that are results of the traced function.
 RETURNED_KINDS = ("result", "argument")
@@ -129,7 +123,7 @@ def collect_changed_arguments(
   ref_arrays = [
     (name, ref[...])
     for name, ref in zip(names, leaves, strict=True)
-    if _avals.is_ref_object(ref) and _is_float_array(ref)
+    if _eqns.is_ref_object(ref) and _is_float_array(ref)
   ]
   return [
     (Output("argument", name, 0), array)
@@ -148,7 +142,7 @@ def collect_scale_states(
     call_leaves: the leaves of its arguments before the call.
   """
   is_changed = lambda state: (
-    _avals.is_ref_object(state.loss_scale)
+    _eqns.is_ref_object(state.loss_scale)
     or not any(state.loss_scale is leaf for leaf in call_leaves)
   )
   states = [
@@ -164,7 +158,7 @@ def collect_scale_states(
   return [
     (
       Output(kind, field, i),
-      jnp.asarray(_avals.read_ref(getattr(state, field))),
+      jnp.asarray(_eqns.read_ref(getattr(state, field))),
     )
     for i, state in enumerate(states)
     for kind, field in fields

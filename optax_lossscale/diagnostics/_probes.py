@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _arrays, _checks, _state
-from optax_lossscale._jaxprs import _avals
+from optax_lossscale._jaxprs import _primitives
 
 # The bins: one for numbers that float16 rounds to zero; one for each float16
 # binade in ascending order, of which the first ten are subnormal; one for
@@ -99,10 +99,10 @@ def probe(x: jax.Array, counter: jax.Array) -> jax.Array:
   # is a sum over the devices, so the counter contains the counts of all of
   # them.
   x_axes, counter_axes = (
-    _avals.get_varying_axes(x),
-    _avals.get_varying_axes(counter),
+    _primitives.get_varying_axes(x),
+    _primitives.get_varying_axes(counter),
   )
-  counter = _avals.cast_to_varying(counter, tuple(x_axes - counter_axes))
+  counter = _primitives.cast_to_varying(counter, tuple(x_axes - counter_axes))
   return _probe(tuple(counter_axes - x_axes), x, counter)
 
 
@@ -242,7 +242,7 @@ def _probe(
 def _probe_bwd(
   extra_counter_axes: Any, _: None, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  return cotangent, _avals.cast_to_varying(
+  return cotangent, _primitives.cast_to_varying(
     count_per_float16_bin(cotangent), extra_counter_axes
   )
 

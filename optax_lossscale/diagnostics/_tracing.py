@@ -20,7 +20,6 @@ import numpy as np
 
 from optax_lossscale import _checks, _tags
 from optax_lossscale._jaxprs import (
-  _avals,
   _eqns,
   _harvest,
   _higher_order,
@@ -335,7 +334,7 @@ def describe_unreached(locations: list[str]) -> list[str]:
 
 
 def _check_no_ref_consts(closed_jaxpr: _eqns.ClosedJaxpr) -> None:
-  if any(map(_avals.is_ref_object, closed_jaxpr.consts)):
+  if any(map(_eqns.is_ref_object, closed_jaxpr.consts)):
     raise TypeError(
       "fun closes over a jax.Ref, so running fun would change it. Pass the Ref"
       " as an argument, since arguments are copied."

@@ -13,7 +13,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import _arrays, _select
-from optax_lossscale._jaxprs import _avals, _eqns
+from optax_lossscale._jaxprs import _eqns, _primitives
 
 OLD = {"a": jnp.arange(4.0), "b": jnp.arange(4.0) + 10}
 GRADS = jnp.array([1.0, -2.0, 0.0, 0.5])
@@ -299,7 +299,7 @@ SURPRISES = {
     _eqns, "can_substitute_result", make_raising(KeyError),
   ),
   "the axes of a type have another name": (
-    _avals, "get_varying_axes", make_raising(RuntimeError),
+    _primitives, "get_varying_axes", make_raising(RuntimeError),
   ),
 }  # fmt: skip
 

@@ -4,7 +4,7 @@ import jax
 from jax.experimental import io_callback
 import numpy as np
 
-from optax_lossscale._jaxprs import _avals
+from optax_lossscale._jaxprs import _primitives
 
 
 def pass_through_host(tree):
@@ -14,8 +14,11 @@ def pass_through_host(tree):
   # Within a shard_map, the results of a callback have the type of replicated
   # arrays.
   return jax.tree.map(
-    lambda x, old: _avals.cast_to_varying(
-      x, tuple(_avals.get_varying_axes(old) - _avals.get_varying_axes(x))
+    lambda x, old: _primitives.cast_to_varying(
+      x,
+      tuple(
+        _primitives.get_varying_axes(old) - _primitives.get_varying_axes(x)
+      ),
     ),
     io_callback(to_numpy, types, tree),
     tree,

@@ -19,7 +19,7 @@ import optax
 from helpers import sharding
 from helpers.devices import require_devices
 import optax_lossscale as ols
-from optax_lossscale._jaxprs import _avals
+from optax_lossscale._jaxprs import _primitives
 
 _KEYS = jax.random.split(jax.random.key(0), 4)
 PARAMS = {
@@ -264,7 +264,9 @@ def _make_per_device_step(policy, check_vma, *args, **kwargs):
   def differentiate(params, state, batch):
     if check_vma:
       # Before the cast, so that the sum over devices is not in float16.
-      params = jax.tree.map(lambda p: _avals.cast_to_varying(p, "data"), params)
+      params = jax.tree.map(
+        lambda p: _primitives.cast_to_varying(p, "data"), params
+      )
     return lax.pmean(_compute_grads(params, state, batch), "data")
 
   kwargs |= {"axis_name": "data", "differentiate": differentiate}

@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec as P
 import pytest
 
 from optax_lossscale._jaxprs import (
-  _avals,
   _custom_derivatives,
   _eqns,
   _higher_order,
@@ -190,7 +189,10 @@ def test_types_contain_the_varying_axes():
 
   def local(x):
     seen.append(
-      (_avals.get_varying_axes(x), _avals.get_varying_axes(lax.psum(x, "i")))
+      (
+        _primitives.get_varying_axes(x),
+        _primitives.get_varying_axes(lax.psum(x, "i")),
+      )
     )
     return lax.psum(x, "i")
 
@@ -203,9 +205,9 @@ def test_types_contain_the_varying_axes():
 def test_a_type_of_another_jax_raises_an_error_that_requests_a_report():
   for kind in (types.SimpleNamespace(), types.SimpleNamespace(vma=None)):
     with pytest.raises(RuntimeError, match=re.escape(jax.__version__)):
-      _avals.get_aval_varying_axes(kind)
+      _primitives.get_aval_varying_axes(kind)
     with pytest.raises(RuntimeError, match="Please report it"):
-      _avals.get_aval_varying_axes(kind)
+      _primitives.get_aval_varying_axes(kind)
 
 
 # Names in our tables that not all supported versions have: the first and the

@@ -15,7 +15,7 @@ from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._jaxprs import _avals, _eqns, _primitives
+from optax_lossscale._jaxprs import _eqns, _primitives
 
 # These return entries of their operands, or exact functions of them, so they do
 # not round.
@@ -53,7 +53,7 @@ _REDUCERS = {
 def is_half(x: Any) -> bool:
   """Return whether an array, or a type, is in half precision."""
   dtype = getattr(x, "dtype", None)
-  return dtype is not None and not _avals.is_ref(x) and is_half_dtype(dtype)
+  return dtype is not None and not _eqns.is_ref(x) and is_half_dtype(dtype)
 
 
 def is_half_dtype(dtype: Any) -> bool:
