@@ -13,8 +13,8 @@ from optax_lossscale._autocast import (
   _call_args,
   _calls,
   _float32_filter,
+  _float32_warnings,
   _matmuls,
-  _messages,
 )
 
 _Args = ParamSpec("_Args")
@@ -180,7 +180,9 @@ def autocast(
     warn_once(result.message)
     # If a message is about matmuls that stayed in float32, `fun` has matmuls.
     if not result.message and not log.has_matmuls:
-      warn_once(_messages.describe_nothing_cast(fun, result.old_jaxpr, dtype))
+      warn_once(
+        _float32_warnings.describe_nothing_cast(fun, result.old_jaxpr, dtype)
+      )
     return out
 
   return autocast_fun

@@ -10,7 +10,11 @@ import jax
 from jax.extend import core
 
 from optax_lossscale import _warnings
-from optax_lossscale._autocast import _float32_filter, _messages, _rewrite
+from optax_lossscale._autocast import (
+  _float32_filter,
+  _float32_warnings,
+  _rewrite,
+)
 from optax_lossscale._jaxprs import (
   _custom_derivatives,
   _eqns,
@@ -177,7 +181,7 @@ def rewrite_program(
   out_paths = program_weights.get_jaxpr_weights(closed_jaxpr, paths).get_paths(
     closed_jaxpr.jaxpr.outvars
   )
-  message = _messages.describe_unentered(
+  message = _float32_warnings.describe_unentered(
     closed_jaxpr, set(result.log.unentered_eqns), config.dtype
   )
   return result, out_paths, message

@@ -15,7 +15,12 @@ from typing import Any, NamedTuple
 from jax.extend import core
 import jax.numpy as jnp
 
-from optax_lossscale._jaxprs import _eqns, _harvest, _higher_order, _primitives
+from optax_lossscale._jaxprs import (
+  _eqns,
+  _higher_order,
+  _primitives,
+  _tagged_values,
+)
 
 # The position of an equation, an input or a value (see `_state_threading.Path`)
 # followed, for a value, by the index of the output plus `OUTPUT`. The outputs
@@ -179,7 +184,7 @@ class _Analysis:
 
     for i, eqn in enumerate(jaxpr.eqns):
       # With JAX's upgrade flags, a tag is a call.
-      is_tag = _harvest.get_tag(eqn) is not None
+      is_tag = _tagged_values.get_tag(eqn) is not None
       hop = None if is_tag else self._parse_higher_order(eqn)
       # A literal is a part of its equation, unless the equation is a call.
       operands = [

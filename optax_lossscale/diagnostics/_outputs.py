@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale import _arrays, _paths, _state, _tags
-from optax_lossscale._jaxprs import _eqns, _harvest, _regions, _walk
+from optax_lossscale._jaxprs import _eqns, _regions, _tagged_values, _walk
 
 # The kinds of outputs that are results of the traced function.
 RETURNED_KINDS = ("result", "argument")
@@ -178,7 +178,7 @@ def get_capture_fn(
     "applied": lambda x: x.astype(jnp.int8),
     "unscaled": _nonfinite_indicator,
   }
-  return capture_fns.get(tag.kind, _harvest.UNCHANGED)
+  return capture_fns.get(tag.kind, _tagged_values.UNCHANGED)
 
 
 def is_optional_tag(name: str) -> bool:
@@ -188,7 +188,7 @@ def is_optional_tag(name: str) -> bool:
 
 
 def as_outputs(
-  tagged_values: list[_harvest.TaggedValue],
+  tagged_values: list[_tagged_values.TaggedValue],
 ) -> list[Output]:
   """Return outputs for tagged values, with the number of their ``update``.
 
@@ -338,7 +338,7 @@ def list_tags(regions: _regions.Regions) -> dict[_regions.Key, TagGroup]:
   counter = _GroupCounter()
   tags = {}
   for key, eqn in sorted(regions.eqns.items()):
-    tag = _tags.parse_tag(_harvest.get_tag(eqn) or "")
+    tag = _tags.parse_tag(_tagged_values.get_tag(eqn) or "")
     if tag is not None:
       tags[key] = counter.assign_group(tag)
   return tags

@@ -21,9 +21,9 @@ import numpy as np
 from optax_lossscale import _checks, _tags
 from optax_lossscale._jaxprs import (
   _eqns,
-  _harvest,
   _higher_order,
   _regions,
+  _tagged_values,
   _walk,
 )
 from optax_lossscale.diagnostics import (
@@ -217,7 +217,7 @@ def trace(
   _check_inputs(caller, input_names, inputs, allow_abstract)
   trace_fun = lambda fun: jax.make_jaxpr(functools.partial(call, fun))(*inputs)
   closed_jaxpr = _trace_or_unwrap(caller, fun, trace_fun)
-  harvest = _harvest.harvest_tagged_values(
+  harvest = _tagged_values.harvest_tagged_values(
     closed_jaxpr,
     functools.partial(_outputs.get_capture_fn, check_results),
     _outputs.is_optional_tag,
@@ -255,7 +255,7 @@ def _find_lowest_scale(closed_jaxpr: _eqns.ClosedJaxpr) -> float | None:
   """Return the lowest loss scale that the policies of all updates allow."""
   lowest_scales = []
   for visit in _walk.walk(closed_jaxpr, _eqns.subjaxprs):
-    tag = _tags.parse_tag(_harvest.get_tag(visit.eqn) or "")
+    tag = _tags.parse_tag(_tagged_values.get_tag(visit.eqn) or "")
     if tag is not None and "update_scale" in tag.kind and tag.path:
       with contextlib.suppress(ValueError):  # The lowest scale is unknown.
         lowest_scales.append(float(tag.path))
