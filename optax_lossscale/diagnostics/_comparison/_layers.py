@@ -83,8 +83,9 @@ class LayerTable:
       elif layer.has_matmul and not self.layers[index].has_matmul:
         self.layers[index] = layer
       if layer.primitive == self.layers[index].primitive:
+        flops = _primitives.count_flops(visit.eqn) or 0
         self.layers[index].run_count += visit.num_executions
-        self.layers[index].flops += layer.flops
+        self.layers[index].flops += flops * visit.num_executions
     # The names of matmuls of `autocast` select them, whatever else there is.
     for layers in self.layers, [x for x in self.layers if x.in_autocast]:
       names_and_lines = _provenance.make_unique_labels(
@@ -108,8 +109,7 @@ def _make_layer(visit: _walk.EqnVisit) -> Layer:
   atoms: Sequence[Any] = eqn.invars if is_matmul else eqn.outvars
   dtypes = [v.aval.dtype for v in atoms if _float32_eqns.is_half(v.aval)]
   name = _source_info.get_primitive_name(eqn)
-  flops = (_primitives.count_flops(eqn) or 0) * visit.num_executions
-  return Layer(visit.location, name, dtypes[0], is_matmul, flops=flops)
+  return Layer(visit.location, name, dtypes[0], is_matmul)
 
 
 def find_half_dtypes(closed_jaxpr: _eqns.ClosedJaxpr) -> set[Any]:
