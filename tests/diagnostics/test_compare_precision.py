@@ -1,17 +1,14 @@
 """`compare_precision` reports the error of autocast and of each matmul."""
 
 import contextlib
-import dataclasses
 import functools
-import html
 import itertools
-import json
 import math
-import pickle
 
-from helpers import custom_rules, hijax, mark_slow_params, sharding
+from helpers import custom_rules, hijax, jaxprs, mark_slow_params, sharding
 from helpers.bits import assert_same_bits
 from helpers.jax_limits import skip_if_jax_cannot
+from helpers.planted_layers import normal
 import jax
 from jax import lax
 from jax.extend import core
@@ -36,11 +33,9 @@ from optax_lossscale.diagnostics._comparison import (
   _program,
 )
 
-KEYS = jax.random.split(jax.random.key(0), 3)
-W = jax.random.normal(KEYS[0], (8, 8)) / 3
-X = jax.random.normal(KEYS[1], (4, 8))
+W = normal(8, 8, seed=0)
+X = normal(4, 8, seed=1) * 2
 HERE = "test_compare_precision.py"
-SMALL = "No single layer dominates the error, which is small."
 
 
 def compare(fun, *args, dtype=jnp.float16, keep_float32=(), **kwargs):
@@ -249,8 +244,13 @@ def three(w, x):
   return layer("c", layer("b", layer("a", x, w), 2 * w), w)
 
 
+@functools.cache
+def compare_three():
+  return compare(three, W, X)
+
+
 def test_the_isolated_error_is_the_error_if_all_other_layers_are_kept():
-  report = compare(three, W, X)
+  report = compare_three()
   assert [row.name_scope for row in report.layers] != ["a", "b", "c"]
   assert sorted(row.name_scope for row in report.layers) == ["a", "b", "c"]
   exact = jax.jit(three)(W, X)
@@ -264,28 +264,39 @@ def test_the_isolated_error_is_the_error_if_all_other_layers_are_kept():
   assert effects == sorted(effects, reverse=True)
 
 
-def test_a_row_contains_the_location_of_a_matmul_and_its_count():
-  skip_if_jax_cannot(jax.jit(gradient(scanned)), W, X)
-  report = compare(gradient(scanned), W, X)
-  rows = sorted(report.layers, key=lambda row: row.program_index)
-  assert [row.program_index for row in rows] == list(range(len(rows)))
-  forward, back = rows[0], rows[-1]
-  assert (forward.name_scope, forward.backward) == ("step", False)
-  assert (back.name_scope, back.backward) == ("step", True)
+def test_a_row_is_about_a_matmul_with_a_location():
+  rows = sorted(compare_three().layers, key=lambda row: row.program_index)
+  assert [row.program_index for row in rows] == [0, 1, 2]
+  assert [row.name_scope for row in rows] == ["a", "b", "c"]
+  assert [row.name for row in rows] == ["a", "b", "c"]
+  for row in rows:
+    assert (row.primitive, row.run_count) == ("dot_general", 1)
+    assert row.source_line.startswith(f"{HERE}:")
+    assert not row.backward and row.in_autocast and row.dtype == "float16"
+    assert row.flops == 2 * 4 * 8 * 8
+
+
+def test_a_layer_of_a_loop_is_counted_in_each_pass():
+  fun = gradient(scanned, ols.autocast)
+  skip_if_jax_cannot(jax.eval_shape, fun, W, X)
+  layers = jaxprs.list_layers(fun, W, X)
+  forward, back = layers[0], layers[-1]
+  assert (forward.name, forward.location.is_backward) == ("step", False)
+  assert (back.name, back.location.is_backward) == ("step", True)
   assert forward.source_line.startswith(f"{HERE}:")
   assert forward.source_line.endswith("(layer)")
-  assert forward.name == "step"
   assert (forward.run_count, back.run_count) == (3, 6)
-  assert {row.primitive for row in rows} == {"dot_general"}
+  assert {layer.primitive for layer in layers} == {"dot_general"}
 
 
 def test_magnitude_and_underflow_are_those_of_the_worst_array():
   def fun(w, x):
     return x @ w
 
-  x = jnp.zeros((4, 4)).at[0].set(jnp.array([1e-9, -(2.0**-20), 3e4, 0]))
-  x = x.at[1].set(2.0**-25)  # Half of the smallest number is rounded to zero.
-  w = 4 * jnp.eye(4)
+  x = np.zeros((4, 4), np.float32)
+  x[0] = 1e-9, -(2.0**-20), 3e4, 0
+  x[1] = 2.0**-25  # Half of the smallest number is rounded to zero.
+  w = 4 * np.eye(4, dtype=np.float32)
   report = compare(fun, w, x)
   (row,) = report.layers
   assert row.amax == 1.2e5
@@ -332,14 +343,8 @@ def test_an_outlier_is_named():
   assert report.error > 0.1
   (worst,) = report.top_outliers(3)
   assert worst == "bad"
-  assert report.top_outliers(0) == ()
-  first, second, *_ = str(report).splitlines()
-  assert first == f"Outlier: keep_float32={worst!r}."
-  assert second == f"Relative error in float16: {report.error:.2g} (1 result)."
   repaired = compare(fun, W, X, keep_float32=worst)
-  assert repaired.error < 1e-2
-  first = str(repaired).splitlines()[0]
-  assert first == SMALL
+  assert repaired.error < 1e-2 and repaired.is_accurate
   by_bisection = search_worst(fun, W, X)
   assert by_bisection.top_outliers() == (worst,)
   found = by_bisection.layers[0].isolated_error
@@ -374,7 +379,7 @@ def test_the_worst_errors_of_many_are_found_by_bisection():
   assert _outliers.bisect_effects(measure_nothing, [], np.zeros(1), 1e-3) == {}
 
 
-def test_results_are_named_and_the_largest_error_counts():
+def test_results_are_named():
   def fun(params, x):
     good, bad = params["w"], x @ params["w"]
     return (jnp.float32(1e6), {"n": 3}), ({"good": good}, [bad])
@@ -384,72 +389,24 @@ def test_results_are_named_and_the_largest_error_counts():
   assert tuple(report.array_errors) == names
   assert report.array_errors["0/0"] == report.array_errors["1/0/good"] == 0
   assert report.array_errors["1/1/0"] == report.error > 1e-5
-  together = compare(lambda w: {"a": (1e6 * W, w @ w)}, W)
-  assert together.array_errors["a/1"] > 1e-5 > together.error > 0
 
 
-@pytest.mark.slow
-def test_an_error_relative_to_zero_is_not_finite():
-  zero = compare(lambda w, x: 0 * (x @ w), W, X)
-  assert zero.error == 0
-  tiny = lambda w, x: (x @ w) - x @ (w + 0)
-  assert compare(tiny, W, X).error == 0
-  nearly_one = (1 + 2.0**-12) * jnp.eye(2)  # is one in float16
-  noise = lambda w, x: x @ w - nearly_one
-  report = compare(noise, jnp.eye(2), nearly_one)
-  assert report.reference_is_zero and report.noise_only_arrays == ("",)
-  assert str(report).startswith("All results are zero in float32, so there is")
-
-
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize(
+  "bad", mark_slow_params([math.inf], [math.inf, math.nan])
+)
 def test_nonfinite_float32_results_are_reported(bad):
-  fun = lambda w, x: plain(w, 1e9 * x)  # which overflows in float16
-  report = compare(gradient(fun), W.at[0, 0].set(bad), X)
+  fun = lambda w, x: (1e9 * x) @ w  # which overflows in float16
+  w = np.where(np.eye(8) > 0, bad, W)
+  report = compare(fun, w, X)
   assert not report.reference_is_finite
-  first = str(report).splitlines()[0]
-  assert first.startswith("The results are not finite in float32 either: find_")
-  assert report.top_outliers() == report.overflowing == ()
+  assert report.layers == report.outliers == report.overflowing == ()
 
 
 def test_an_inf_in_float32_has_no_magnitude():
-  size = lambda x: 1e25 * jnp.abs(x)
-  report = compare(lambda w, x: jnp.tanh(size(x) @ size(w)), W, X)
+  large = lambda x: 1e25 * jnp.abs(x)
+  report = compare(lambda w, x: jnp.tanh(large(x) @ large(w)), W, X)
   assert 1e25 < report.layers[0].amax < math.inf
   assert report.reference_is_finite
-
-
-@pytest.mark.slow
-def test_an_inf_in_both_precisions_is_not_a_difference():
-  mask = jnp.tril(jnp.ones((4, 8), bool))
-  scores = lambda w, x: jnp.where(mask, x @ w, -jnp.inf)
-  report = compare(scores, W, X)
-  assert report.reference_is_finite
-  plain_scores = jnp.where(mask, X @ W, 0)
-  half = jnp.where(mask, jax.jit(ols.autocast(lambda w, x: x @ w))(W, X), 0)
-  assert report.error == pytest.approx(
-    relative_error(plain_scores, half), rel=1e-3
-  )
-  other_sign = lambda w, x: scores(w, x) * jnp.sign(1 - (1e6 * x @ w)[0, 0])
-  assert compare(other_sign, W, jnp.abs(X)).error == math.inf
-  nothing_else = compare(lambda w, x: jnp.sum(x @ w) + jnp.inf, W, X)
-  assert not nothing_else.reference_is_finite
-
-
-@pytest.mark.slow
-def test_results_of_any_size_have_their_true_error():
-  with jax.enable_x64(True):
-    fun = lambda size: lambda w, x: size * (x @ w).astype(jnp.float64)
-    small, large = (compare(fun(size), W, X).error for size in (1e-60, 1e60))
-  assert 1e-5 < small < 1e-2
-  assert large == pytest.approx(small, rel=1e-6)
-
-
-@pytest.mark.slow
-def test_complex_results_are_compared():
-  fun = lambda w, x: (x @ w) * (1 + 2j)
-  assert compare(fun, W, X).error == pytest.approx(
-    compare(lambda w, x: x @ w, W, X).error, rel=1e-3
-  )
 
 
 @pytest.mark.parametrize(
@@ -488,10 +445,6 @@ def test_an_opaque_primitive_is_reported(monkeypatch):
   report = compare_grads(trained, W, X)
   (note,) = report.limitations
   assert note.startswith(f"Not analyzed: scan at {HERE}:")
-  first, second, third, *_ = str(report).splitlines()
-  assert first == SMALL
-  assert second.startswith("Relative error in float16: ")
-  assert third == note
   assert {row.name_scope for row in report.layers} == {"first", "second"}
 
 
@@ -506,37 +459,6 @@ def test_primitives_of_hijax_are_entered_where_autocast_enters_them():
       assert report.limitations == ()
 
 
-def test_the_printed_table_has_a_row_for_each_of_the_worst_layers():
-  def fun(w, x):
-    for i in range(22):
-      x = jax.named_scope(f"layer{i}")(jnp.matmul)(x, w)
-    return x
-
-  report = compare(fun, W / 2, X)
-  lines = str(report).splitlines()
-  assert lines[0] == SMALL
-  assert lines[2].split()[:4] == ["name", "error", "alone", "amax"]
-  assert max(map(len, lines)) <= 100
-  assert sum(line.startswith("dot_general  layer") for line in lines) == 20
-  assert lines[-1] == "(+2 more rows: report.layers)"
-  of_all = dataclasses.replace(report, layers=report.layers[:20])
-  assert str(of_all).splitlines() == lines[:-1]
-
-
-def test_all_layers_with_far_larger_errors_than_the_others_are_outliers():
-  def fun(w, x):
-    far = x + 1e3  # half precision has no room for what is to the right
-    named = lambda name, x, w: jax.named_scope(name)(jnp.matmul)(x, w)
-    first = named("first", far, w) - 1e3 * jnp.sum(w, 0)
-    second = named("second", far, w.T) - 1e3 * jnp.sum(w, 1)
-    others = [named(f"other{i}", x, i * w) for i in range(1, 5)]
-    return first + second + sum(others)
-
-  report = compare(fun, W, X)
-  names = [name.split(" at ")[0] for name in report.outliers]
-  assert sorted(names) == ["first", "second"]
-
-
 @pytest.mark.slow
 def test_a_loss_scale_that_is_too_large_is_reported():
   loss = lambda w: jnp.mean((X @ w) ** 2)
@@ -549,42 +471,25 @@ def test_a_loss_scale_that_is_too_large_is_reported():
   largest = jnp.max(jnp.abs(X.T @ (2.0**20 * (X @ W) / 16)))
   excess = -report.suggested_log2_scale_change
   assert excess == math.ceil(np.log2(largest / 65504))
-  summary = "Only the backward pass overflows: lower the loss scale by 2**{},"
-  first, second, *_ = str(report).splitlines()
-  assert first.startswith(summary.format(excess))
-  assert second.startswith("Relative error in float16: inf")
+  assert report.error == math.inf
   assert report.top_outliers() == report.overflowing == ()
   lowered = compared(20 - excess)
-  assert lowered.error < 0.01
-  assert str(lowered).startswith(SMALL)
+  assert lowered.error < 0.01 and lowered.suggested_log2_scale_change == 0
   # It is not the scale that is too large.
   forward = compared(20, lambda w: jnp.mean(jnp.sin((1e6 * X) @ w)))
   assert forward.suggested_log2_scale_change == 0
-  (name,) = forward.overflowing
-  assert str(forward).splitlines()[0] == (
-    f"1 layer overflows in the forward pass: {name}. Run it in float32:"
-    f" keep_float32={name!r}."
-  )
+  assert len(forward.overflowing) == 1
 
 
-@pytest.mark.parametrize("count", mark_slow_params([2], [2, 4]))
-def test_layers_that_overflow_are_named_with_the_first_in_the_program(count):
+def test_layers_that_overflow_are_named_and_are_outliers():
   def fun(ws, x):
     return sum(jnp.sin(i * (1e4 * x @ w)) for i, w in enumerate(ws, 1))
 
-  report = compare(fun, [100 * W] * count, X)
-  assert len(report.overflowing) == count
-  names = list(report.overflowing) if count < 4 else "report.overflowing"
-  first, second, *_ = str(report).splitlines()
-  assert first == (
-    f"{count} layers overflow in the forward pass, first 0. Run them in"
-    f" float32: keep_float32={names}."
-  )
-  # An outlier that overflows is not named twice.
-  assert report.outliers and set(report.outliers) <= set(report.overflowing)
-  assert second.startswith("Relative error")
+  report = compare(fun, [100 * W] * 2, X)
+  assert set(report.overflowing) == set(report.outliers) == {"0", "1"}
 
 
+@pytest.mark.slow
 def test_a_layer_that_only_overflows_backward_is_not_called_an_outlier():
   """Whether it does so once the forward pass is finite, another run shows."""
 
@@ -597,31 +502,8 @@ def test_a_layer_that_only_overflows_backward_is_not_called_an_outlier():
     ols.grad(ols.autocast(loss), ols.FixedLossScale(2.0**30).init()), ws
   )
   assert report.overflowing == ("large",) and "sound" in report.outliers
-  first, second, *_ = str(report).splitlines()
-  assert first == (
-    "1 layer overflows in the forward pass: large. Run it in float32:"
-    " keep_float32='large'."
-  )
-  assert second.startswith("Relative error in float16: inf")
-  assert second.endswith(" (2 results).")
-  assert report.inaccurate_arrays and "Largest relative" not in str(report)
-
-
-def test_a_notebook_shows_the_printed_comparison():
-  report = compare(three, W, X)
-  assert report._repr_html_() == f"<pre>{html.escape(str(report))}</pre>"
-
-
-def test_a_report_consists_of_plain_data_and_lists_all_outliers():
-  report = compare(three, W, X)
-  data = json.loads(json.dumps(report.as_dict()))
-  assert data["layers"][0]["name_scope"] == report.layers[0].name_scope
-  assert set(data) == {x.name for x in dataclasses.fields(report)}
-  assert pickle.loads(pickle.dumps(report)) == report
-  report = dataclasses.replace(report, outliers=("c", "a"))
-  first = str(report).splitlines()[0]
-  assert first == "2 outliers: keep_float32=['c', 'a']."
-  assert report.top_outliers(2) == ("c", "a")
+  assert report.error == math.inf and report.inaccurate_arrays
+  assert "1 layer overflows in the forward pass: large." in str(report)
 
 
 def test_reports_silence_debug_prints_and_run_other_callbacks(capfd):
@@ -786,14 +668,6 @@ def test_a_search_names_matmuls_that_overflow_by_their_magnitudes(monkeypatch):
   assert report.overflowing == report.outliers == (row.name,)
   assert row.isolated_error == math.inf
   assert row.amax == pytest.approx(jnp.max(jnp.abs(W @ (1e6 * W))), rel=1)
-  exhaustive = compare(large, W, X)
-  assert exhaustive.overflowing == report.overflowing
-  assert exhaustive.layers[0] == row
-
-
-def test_nothing_is_measured_without_a_reference():
-  report = search_worst(three, W.at[0, 0].set(jnp.nan), X)
-  assert report.layers == () and not report.reference_is_finite
 
 
 @contextlib.contextmanager
@@ -868,8 +742,7 @@ def test_a_matmul_in_the_condition_of_a_while_loop_is_measured(
 def test_the_error_includes_sums_over_devices_in_half_precision(count, share):
   """XLA adds up in float16 what each device has."""
   mesh = sharding.make_mesh((count,), ("i",))
-  x = jax.random.normal(KEYS[0], (64, 512))
-  w = jax.random.normal(KEYS[1], (512, 64)) / 22
+  x, w = normal(64, 512, seed=0) * 8, normal(512, 64, seed=1)
   specs = P(None, "i"), P("i", None)
   x, w = sharding.put_on_devices(
     (x, w), sharding.to_named_shardings(mesh, specs)

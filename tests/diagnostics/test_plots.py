@@ -3,6 +3,7 @@
 import builtins
 import sys
 
+from helpers.comparisons import make_comparison, make_layer
 from helpers.leaves import AS_ARRAYS, make_bad_weight
 from jax import lax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import diagnostics, plots
+from optax_lossscale import plots
 
 INF = float("inf")
 
@@ -113,50 +114,15 @@ def test_a_history_without_scales_is_refused(history):
     plots.plot_loss_scale(history)
 
 
-def make_matmul(scope, error, headroom, index, backward=False):
-  return diagnostics.LayerPrecision(
-    primitive="dot_general",
-    name=f"{scope} at model.py:3 (f)",
-    name_scope=scope,
-    param_path="",
-    source_line="model.py:3 (f)",
-    backward=backward,
-    dtype="float16",
-    in_autocast=True,
-    isolated_error=error,
-    amax=1.0,
-    log2_headroom=headroom,
-    underflow_fraction=0.0,
-    subnormal_fraction=0.0,
-    run_count=1,
-    program_index=index,
-  )
-
-
-def make_comparison(matmuls, outliers=()):
-  return diagnostics.PrecisionComparison(
-    dtype="float16",
-    target="results",
-    reference_is_zero=False,
-    error=0.1,
-    reference_is_finite=True,
-    outliers=outliers,
-    array_errors={},
-    layers=tuple(matmuls),
-    overflowing=tuple(x.name for x in matmuls if x.overflows),
-    limitations=(),
-  )
-
-
 def test_the_plot_of_matmuls_shows_the_bad_ones_in_red_with_their_names():
   rows = [
-    make_matmul("c", INF, -2.0, 2),
-    make_matmul("b", 0.5, 3.0, 4, backward=True),
-    make_matmul("b", 0.1, 5.0, 1),
-    make_matmul("d", 2e-3, INF, 3, backward=True),
-    make_matmul("a", 1e-3, 9.0, 0),
+    make_layer("c", error=INF, headroom=-2.0, index=2),
+    make_layer("b", error=0.5, headroom=3.0, index=4, backward=True),
+    make_layer("b", error=0.1, headroom=5.0, index=1),
+    make_layer("d", error=2e-3, headroom=INF, index=3, backward=True),
+    make_layer("a", error=1e-3, headroom=9.0, index=0),
   ]
-  report = make_comparison(rows, outliers=("b at model.py:3 (f)",))
+  report = make_comparison(rows, outliers=("b",))
   top, bottom = plots.plot_precision(report)
   red, gray = map(matplotlib.colors.to_rgba, ("tab:red", "tab:gray"))
   for ax in top, bottom:
@@ -168,16 +134,16 @@ def test_the_plot_of_matmuls_shows_the_bad_ones_in_red_with_their_names():
   assert top.get_title() == "hatched: inf or NaN in the results"
   assert [b.get_height() for b in bottom.patches[:5]] == [9, 5, -2, 40, 3]
   assert [(text.get_text(), text.xy[0]) for text in top.texts] == [
-    ("b at model.py:3 (f)", 4),
-    ("c at model.py:3 (f)", 2),
+    ("b", 4),
+    ("c", 2),
   ]
   assert bottom.get_legend_handles_labels()[1] == ["backward"]
 
 
 def test_the_plot_of_matmuls_omits_missing_values():
   axes = matplotlib.pyplot.subplots(2)[1]
-  assert plots.plot_precision(make_comparison([]), axes=axes) is axes
-  row = make_matmul("a", 0.0, -INF, 0)
+  assert plots.plot_precision(make_comparison(), axes=axes) is axes
+  row = make_layer("a", headroom=-INF)
   top, bottom = plots.plot_precision(make_comparison([row]))
   assert top.get_title() == ""
   assert bottom.patches[0].get_height() == -40
@@ -199,7 +165,7 @@ def test_without_matplotlib_the_error_says_how_to_get_it(monkeypatch):
   for plot, argument in (
     (plots.plot_exponents, [jnp.ones(2)]),
     (plots.plot_loss_scale, [1.0]),
-    (plots.plot_precision, make_comparison([])),
+    (plots.plot_precision, make_comparison()),
   ):
     with pytest.raises(ImportError, match=f"{plot.__name__} needs matplotlib"):
       plot(argument)

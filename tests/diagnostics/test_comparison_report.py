@@ -1,0 +1,302 @@
+"""The text of a precision comparison, and the errors that it is made of."""
+
+import dataclasses
+import html
+import json
+import math
+import pickle
+
+from helpers.comparisons import LINE, make_comparison, make_layer
+import jax
+import numpy as np
+import pytest
+
+from optax_lossscale.diagnostics import _outputs
+from optax_lossscale.diagnostics._comparison import _output_errors
+
+INF, NAN = math.inf, math.nan
+BAD = {"error": 0.5, "is_accurate": False}
+SMALL = "No single layer dominates the error, which is small."
+
+
+def overflow(name, index=0, **fields):
+  return make_layer(name, error=INF, headroom=-1.0, index=index, **fields)
+
+
+# The fields of a report, and the lines with which it begins.
+CONCLUSIONS = {
+  "a small error": ({}, [SMALL]),
+  "a warning": ({"warnings": ("No update.",)}, ["No update.", SMALL]),
+  "nothing to compare": (
+    {"reference_is_zero": True},
+    ["All gradients are zero in float32, so there is nothing to compare. Pass"
+     " a batch that has gradients, and a step that applies them."],
+  ),
+  "no reference": (
+    {"reference_is_finite": False},
+    ["The gradients are not finite in float32 either: find_overflow names the"
+     " operation."],
+  ),
+  "an outlier": (
+    {**BAD, "layers": [make_layer("a")], "outliers": ("a",)},
+    ["Outlier: keep_float32='a'."],
+  ),
+  "two outliers": (
+    {
+      **BAD,
+      "layers": [make_layer("c"), make_layer("a")],
+      "outliers": ("c", "a"),
+    },
+    ["2 outliers: keep_float32=['c', 'a']."],
+  ),
+  "outliers outside of autocast": (
+    {
+      **BAD,
+      "layers": [
+        make_layer("a"),
+        make_layer("b", in_autocast=False),
+        make_layer(f"c at {LINE}", in_autocast=False),
+      ],
+      "outliers": ("a", "b", f"c at {LINE}"),
+    },
+    [f"3 outliers: keep_float32='a'; compute in float32 in b at {LINE},"
+     f" c at {LINE}: x.astype(jnp.float32)."],
+  ),
+  "a large error of no layer": (
+    BAD, ["The error is large, and no single layer dominates it."]
+  ),
+  "an amplified error": (
+    {"array_errors": {"w": 0.5}, "amplified_arrays": ("w",)},
+    ["No single layer dominates the error."],
+  ),
+  "a loss scale that is too high": (
+    {**BAD, "suggested_log2_scale_change": -3},
+    ["Only the backward pass overflows: lower the loss scale by 2**3, and"
+     " compare again."],
+  ),
+  "an underflow": (
+    {
+      **BAD,
+      "array_errors": {"w": 0.5},
+      "inaccurate_arrays": ("w",),
+      "suggested_log2_scale_change": 4,
+      "layers": [make_layer("w")],
+      "outliers": ("w",),
+    },
+    ["w underflows in the backward pass: raise the loss scale by 2**4.",
+     "Outlier: keep_float32='w'."],
+  ),
+  "an underflow of the result": (
+    {**BAD, "suggested_log2_scale_change": 4},
+    ["The result underflows in the backward pass: raise the loss scale by"
+     " 2**4."],
+  ),
+  # An outlier that overflows is not named twice.
+  "an overflow": (
+    {**BAD, "layers": [overflow("a")], "outliers": ("a",)},
+    ["1 layer overflows in the forward pass: a. Run it in float32:"
+     " keep_float32='a'."],
+  ),
+  "three overflows": (
+    {**BAD, "layers": [overflow("b", 2), overflow("a", 1), overflow("c", 3)]},
+    ["3 layers overflow in the forward pass, first a. Run them in float32:"
+     " keep_float32=['b', 'a', 'c']."],
+  ),
+  "four overflows": (
+    {**BAD, "layers": [overflow(x, i) for i, x in enumerate("abcd")]},
+    ["4 layers overflow in the forward pass, first a. Run them in float32:"
+     " keep_float32=report.overflowing."],
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONCLUSIONS)
+def test_a_report_begins_with_its_conclusion(name):
+  fields, conclusion = CONCLUSIONS[name]
+  lines = str(make_comparison(**fields)).splitlines()
+  size = len(conclusion)
+  assert lines[:size] == conclusion
+  assert lines[size].startswith("Relative error in float16: ")
+
+
+@pytest.mark.parametrize(
+  "fields, line",
+  [
+    ({"array_errors": {"": 0.5}, "target": "results"}, "0.001 (1 result)."),
+    (
+      {"array_errors": {"a": 0.5, "b": 0}, "error": INF},
+      "inf (2 gradients that the optimizer receives).",
+    ),
+  ],
+)
+def test_the_error_of_all_arrays_has_a_line(fields, line):
+  lines = str(make_comparison(**fields)).splitlines()
+  assert lines[1] == f"Relative error in float16: {line}"
+
+
+def test_the_arrays_with_large_errors_are_listed():
+  errors = {"": 0.9} | {name: i / 10 for i, name in enumerate("abcdefgh")}
+  report = make_comparison(
+    array_errors=errors,
+    limitations=("Not analyzed: scan.",),
+    inaccurate_arrays=("", "c", "b", "a"),
+    amplified_arrays=("d", "e"),
+    noise_only_arrays=("f", "g", "h", "e", "d"),
+  )
+  assert str(report).splitlines()[2:] == [
+    "Not analyzed: scan.",
+    "Largest relative errors:",
+    "  the result: 0.9",
+    "  c: 0.2",
+    "  b: 0.1",
+    "  (+1 more: report.inaccurate_arrays)",
+    "The function amplifies any rounding, so these errors are expected in"
+    " float16: d, e.",
+    "Only rounding noise in float32, too, so no layer is to blame: f, g, h and"
+    " 2 more.",
+  ]
+  # After an overflow, most errors are infinite.
+  for fields in (
+    {"overflowing": ("a",), "layers": (overflow("a"),)},
+    {"suggested_log2_scale_change": -1},
+    {"reference_is_finite": False},
+  ):
+    text = str(dataclasses.replace(report, **fields))
+    assert "Largest" not in text and "Only rounding" not in text
+
+
+def test_the_table_has_a_row_for_each_of_the_worst_layers():
+  layers = [make_layer(f"layer{i}", backward=i == 1) for i in range(22)]
+  lines = str(make_comparison(layers)).splitlines()
+  assert lines[2].split()[:4] == ["name", "error", "alone", "amax"]
+  assert max(map(len, lines)) <= 100
+  rows = [line for line in lines if line.startswith("dot_general  layer")]
+  assert len(rows) == 20
+  assert rows[1].split()[1:4] == ["layer1,", "backward", "0.0e+00"]
+  assert lines[-1] == "(+2 more rows: report.layers)"
+  assert str(make_comparison(layers[:20])).splitlines() == lines[:-1]
+
+
+def test_a_report_consists_of_plain_data_and_is_shown_in_notebooks():
+  layers = [make_layer("a"), make_layer("b")]
+  report = make_comparison(
+    layers, outliers=("b", "a"), array_errors={"a<b": 0.5}
+  )
+  data = json.loads(json.dumps(report.as_dict()))
+  assert data["layers"][0]["name_scope"] == "a"
+  assert data["outliers"] == ["b", "a"]
+  assert set(data) == {x.name for x in dataclasses.fields(report)}
+  assert pickle.loads(pickle.dumps(report)) == report
+  assert report.get_row("b") == layers[1]
+  assert report.top_outliers() == ("b",)
+  assert report.top_outliers(0) == () and report.top_outliers(3) == ("b", "a")
+  assert report._repr_html_() == f"<pre>{html.escape(str(report))}</pre>"
+
+
+def measure(reference, other, groups=None, kind="result"):
+  """Return the errors of arrays, and those that layers are to blame for.
+
+  Args:
+    reference: the arrays in float32.
+    other: the arrays in half precision.
+    groups: the index of the result of each array; by default one result.
+    kind: the kind of the outputs.
+  """
+  groups = groups or [0] * len(reference)
+  outputs = [_outputs.Output(kind, str(i), x) for i, x in enumerate(groups)]
+  arrays = list(map(np.asarray, reference))
+  comparison = _output_errors.OutputComparison(outputs, arrays)
+  errors = comparison.compute_errors(list(map(np.asarray, other)))
+  return errors, lambda mask: comparison.compute_effects(errors, mask)
+
+
+def floats(*values):
+  return np.array(values, np.float32)
+
+
+# An array in float32 and in half precision, and the relative error.
+PAIRS = [
+  (floats(3, 4), floats(3, 4), 0),
+  (floats(3, 4), floats(3, 4.5), 0.1),
+  (floats(3, 4), floats(3, INF), INF),
+  (floats(3, 4), floats(3, NAN), INF),
+  # Relative to zero, any error is infinite.
+  (floats(0, 0), floats(0, 0), 0),
+  (floats(0, 0), floats(0, 1), INF),
+  # The same inf is equal, such as a masked score.
+  (floats(3, 4, -INF), floats(3, 4.5, -INF), 0.1),
+  (floats(3, 4, INF), floats(3, 4, -INF), INF),
+  # Squares of these are out of the range of float32, and of float64.
+  (floats(3e30, 4e30), floats(3e30, 4.5e30), 0.1),
+  (floats(3e-30, 4e-30), floats(3e-30, 4.5e-30), 0.1),
+  (np.complex64([3j, 4]), np.complex64([3j, 4.5]), 0.1),
+  # A result that is trained in half precision is float32 in the reference.
+  (floats(2049), np.float16([2048]), 1 / 2049),
+  (floats(), floats(), 0),
+]
+
+
+@pytest.mark.parametrize("reference, other, error", PAIRS)
+def test_an_error_is_relative_to_the_norm_in_float32(reference, other, error):
+  errors, _ = measure([reference], [other])
+  assert errors.error == errors.array_errors[0] == pytest.approx(error)
+  assert errors.is_finite
+  assert errors.is_zero == (not np.any(reference))
+
+
+def test_an_error_in_float64_does_not_leave_its_range():
+  with jax.enable_x64(True):
+    for size in 1e-150, 1e150:
+      errors, _ = measure([[3 * size, 4 * size]], [[3 * size, 4.5 * size]])
+      assert errors.error == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("bad", [[NAN, 1.0], [INF, -INF]])
+def test_nothing_is_compared_with_an_array_that_is_not_finite(bad):
+  errors, _ = measure([floats(1, 2), floats(*bad)], [floats(1, 2)] * 2)
+  assert not errors.is_finite
+
+
+def test_entries_that_are_zero_only_in_half_precision_are_counted():
+  reference, other = [[1, 2, 0], [3, 4]], [[1, 0, 0], [0, 4]]
+  errors, _ = measure([floats(*x) for x in reference], map(np.float32, other))
+  assert errors.num_underflows == 2
+
+
+def test_the_error_of_a_result_is_that_of_its_arrays_together():
+  reference = [floats(300), floats(400), floats(3, 4)]
+  other = [floats(300), floats(450), floats(3, 4.1)]
+  errors, _ = measure(reference, other, groups=[0, 0, 1])
+  np.testing.assert_allclose(errors.array_errors, [0, 0.125, 0.02], rtol=1e-5)
+  assert errors.error == pytest.approx(0.1)
+  # The worst result counts.
+  errors, _ = measure(reference[::-1], other[::-1], groups=[0, 1, 1])
+  assert errors.error == pytest.approx(0.1)
+
+
+def test_layers_are_not_to_blame_for_noise_or_for_an_array_of_zeros():
+  reference = [floats(3, 4), floats(1), floats(0)]
+  other = [floats(3, 4.5), floats(2), floats(1)]
+  _, compute_effects = measure(reference, other)
+  noise = np.array([False, True, False])
+  effects = compute_effects(noise)
+  # The norm of the zeros counts in the error of all arrays together.
+  total = math.sqrt(0.5**2 + 1) / 5
+  np.testing.assert_allclose(effects, [total, 0.1, 0, 0], rtol=1e-6)
+  # An infinite error is no noise.
+  _, compute_effects = measure([floats(1)], [floats(INF)])
+  assert compute_effects(np.array([True])).tolist() == [INF, INF]
+
+
+def test_state_next_to_gradients_is_judged_by_itself():
+  kinds = "grads", "result", "result"
+  outputs = [
+    _outputs.Output(kind, name, 0, depends_on_update=name == "p")
+    for kind, name in zip(kinds, ("w", "mean", "p"), strict=True)
+  ]
+  reference = [floats(1), floats(2), floats(3)]
+  comparison = _output_errors.OutputComparison(outputs, reference)
+  assert comparison.names == ["w", "result mean"]
+  errors = comparison.compute_errors([floats(1), floats(3), floats(9)])
+  assert errors.error == 0
+  assert errors.array_errors.tolist() == pytest.approx([0, 0.5])
