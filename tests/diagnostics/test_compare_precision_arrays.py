@@ -1,9 +1,9 @@
 """`compare_precision` judges each array separately, and ignores rounding."""
 
-import dataclasses
 import functools
 
 from helpers import mark_slow_params
+from helpers.planted_layers import normal
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -13,14 +13,10 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
 
-KEYS = jax.random.split(jax.random.key(0), 8)
-X = jax.random.normal(KEYS[0], (64, 16))
-Y = jax.random.normal(KEYS[1], (64, 4))
+X = normal(64, 16, seed=0) * 4
+Y = normal(64, 4, seed=1) * 2
+W = normal(16, 16, seed=2)
 ONE = ols.FixedLossScale(1.0).init()
-
-
-def normal(i, *shape):
-  return jax.random.normal(KEYS[i], shape) / shape[0] ** 0.5
 
 
 def compare(loss, params, state=ONE, **kwargs):
@@ -31,13 +27,11 @@ def compare(loss, params, state=ONE, **kwargs):
   return diagnostics.compare_precision(fun, *args, progress=False, **kwargs)
 
 
-PARAMS = {"big": normal(2, 16, 32), "small": normal(3, 16, 32)}
-PARAMS |= {"out": normal(4, 32, 4)}
+PARAMS = {"small": normal(16, 4, seed=3), "out": normal(16, 4, seed=4)}
 
 
 def flushed(p):
-  hidden = jnp.tanh(X @ p["big"]) + 1e-7 * jnp.tanh(X @ p["small"])
-  return jnp.mean((hidden @ p["out"] - Y) ** 2)
+  return jnp.mean((X @ p["out"] + 1e-7 * (X @ p["small"]) - Y) ** 2)
 
 
 def cancelled(p):
@@ -54,38 +48,30 @@ def test_a_small_gradient_that_underflows_is_an_outlier():
   assert report.error < 1e-3 and report.outliers == ("small",)
   assert report.inaccurate_arrays == ("small",)
   assert report.array_errors["small"] > 0.5
-  change = report.suggested_log2_scale_change
-  assert change >= 4
-  text = str(report)
-  assert text.splitlines()[0] == (
-    "small underflows in the backward pass: raise the loss scale by"
-    f" 2**{change}."
-  )
-  assert "Outlier: keep_float32='small'.\n" in text
-  assert "Largest relative errors:\n  small: " in text
-  scale = ols.FixedLossScale(2.0**report.suggested_log2_scale_change).init()
-  cured = compare(flushed, PARAMS, scale)
-  assert (
-    cured.inaccurate_arrays == cured.outliers == ()
-    and cured.suggested_log2_scale_change == 0
-  )
-  assert cured.as_dict()["inaccurate_arrays"] == []
+  assert report.suggested_log2_scale_change >= 4
+
+
+@pytest.mark.slow
+def test_the_suggested_loss_scale_repairs_a_gradient_that_underflows():
+  change = compare(flushed, PARAMS).suggested_log2_scale_change
+  cured = compare(flushed, PARAMS, ols.FixedLossScale(2.0**change).init())
+  assert cured.inaccurate_arrays == cured.outliers == ()
+  assert cured.suggested_log2_scale_change == 0
 
 
 @pytest.mark.slow
 def test_a_small_gradient_that_cancels_is_an_outlier():
-  params = PARAMS | {"lost": normal(5, 32, 32)}
+  params = {
+    "big": normal(16, 32, seed=2),
+    "small": normal(16, 32, seed=3),
+    "lost": normal(32, 32, seed=5),
+    "out": normal(32, 4, seed=4),
+  }
   scale = ols.FixedLossScale(2.0**15).init()
   report = compare(cancelled, params, scale)
   assert report.error < 1e-3 and report.outliers[0] == "lost"
   assert {*report.inaccurate_arrays} <= {"lost", "small"}
   assert report.inaccurate_arrays and report.suggested_log2_scale_change == 0
-  first = str(report).splitlines()[0]
-  outliers = list(report.outliers)
-  assert first in (
-    "Outlier: keep_float32='lost'.",
-    f"{len(outliers)} outliers: keep_float32={outliers}.",
-  )
 
 
 def attention(p):
@@ -95,29 +81,24 @@ def attention(p):
   return jnp.mean(((weights @ v).reshape(64, 16) @ p["out"] - Y) ** 2)
 
 
-def normed(p):
+def centered(p):
   h = X @ p["w"] + p["bias"]
-  h = (h - h.mean(0)) * lax.rsqrt(h.var(0) + 1e-5)
-  return jnp.mean((jnp.tanh(h) @ p["out"] - Y) ** 2)
+  return jnp.mean((h - h.mean(0) - X) ** 2)
 
 
 @pytest.mark.parametrize(
-  "loss", mark_slow_params([normed], [attention, normed])
+  "loss", mark_slow_params([centered], [attention, centered])
 )
 def test_a_gradient_that_is_zero_except_for_rounding_is_ignored(loss):
-  params = {name: normal(i, 16, 16) for i, name in enumerate("qkvw")}
-  params |= {"bias": normal(5, 16), "out": normal(6, 16, 4)}
-  used = {"attention": "qkv", "normed": "w"}[loss.__name__]
-  params = {k: x for k, x in params.items() if k in (*used, "bias", "out")}
+  params = {name: normal(16, 16, seed=i) for i, name in enumerate("qkvw")}
+  params |= {"bias": normal(16, seed=5), "out": normal(16, 4, seed=6)}
+  used = {attention: ("q", "k", "v", "bias", "out"), centered: ("w", "bias")}
+  params = {name: params[name] for name in used[loss]}
   report = compare(loss, params, ols.FixedLossScale(2.0**6).init())
   assert report.noise_only_arrays == ("bias",)
   assert report.array_errors["bias"] > 0.5
   assert report.inaccurate_arrays == report.outliers == ()
-  text = str(report)
-  assert text.startswith("No single layer dominates the error, which is small.")
-  before, after = text.split("Only rounding noise in float32, too, so")
-  assert "bias" not in before
-  assert after.startswith(" no layer is to blame: bias.\n")
+  assert report.is_accurate
 
 
 def difference(w):
@@ -128,24 +109,19 @@ def difference(w):
 @pytest.mark.slow
 def test_no_layer_is_blamed_for_errors_that_float32_has_too():
   compare_fun = functools.partial(diagnostics.compare_precision, progress=False)
-  report = compare_fun(ols.autocast(difference), normal(2, 16, 16))
+  report = compare_fun(ols.autocast(difference), normal(16, 16, seed=2))
   assert report.error == 0 and report.noise_only_arrays == ("",)
   assert report.outliers == report.inaccurate_arrays == ()
   assert [row.isolated_error for row in report.layers] == [0]
-  assert "too, so no layer is to blame: the result.\n" in str(report)
 
   both = ols.autocast(lambda w: {"sound": X @ w, "noise": 1e9 * difference(w)})
-  report = compare_fun(both, normal(2, 16, 16))
+  report = compare_fun(both, normal(16, 16, seed=2))
   assert report.error < 1e-3 and report.noise_only_arrays == ("noise",)
   assert all(row.isolated_error < 1e-3 for row in report.layers)
 
-  many = ols.autocast(lambda ws: list(map(difference, ws)))
-  report = compare_fun(many, [normal(i, 16, 16) for i in range(5)])
-  assert "is to blame: 0, 1, 2 and 2 more.\n" in str(report)
-
 
 @pytest.mark.slow
-def test_an_inaccurate_array_without_an_outlier_is_reported():
+def test_errors_that_any_rounding_would_cause_are_amplified():
   """Each of many layers adds a little."""
 
   def deep(p):
@@ -154,30 +130,9 @@ def test_an_inaccurate_array_without_an_outlier_is_reported():
       x = jnp.sin(3 * x @ w)
     return jnp.mean((x @ p["out"]) ** 2)
 
-  layers = [normal(i, 16, 16) for i in range(8)]
-  report = compare(deep, {"layers": layers, "out": normal(6, 16, 4)})
-  names = report.amplified_arrays
-  assert len(names) > 3 and report.inaccurate_arrays == ()
-  assert "The function amplifies any rounding, so these errors" in str(report)
-  other = dataclasses.replace(
-    report, amplified_arrays=(), inaccurate_arrays=names, is_accurate=False
-  )
-  text = str(other)
-  more = len(names) - 3
-  assert f"  (+{more} more: report.inaccurate_arrays)\n" in text
-  assert text.startswith("The error is large, and no single layer dominates")
-
-
-def test_a_gradient_that_is_zero_in_float32_names_no_layer():
-  """It is rounded to something else in half precision."""
-  nearly_one = (1 + 2.0**-12) * jnp.eye(4)
-
-  def loss(p):
-    noise = p["x"] @ nearly_one - p["x"] * (1 + 2.0**-12)
-    return jnp.sum(p["w"] * noise) + jnp.sum(jnp.sin(p["x"] @ nearly_one))
-
-  report = compare(loss, {"w": jnp.ones((4, 4)), "x": jnp.ones((4, 4))})
-  assert report.outliers == ()
+  layers = [normal(16, 16, seed=i) for i in range(8)]
+  report = compare(deep, {"layers": layers, "out": normal(16, 4, seed=6)})
+  assert len(report.amplified_arrays) > 3 and report.inaccurate_arrays == ()
 
 
 def of_policy(policy):
@@ -205,7 +160,7 @@ POLICIES = {
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_error_with_a_checkpoint_policy_is_the_error_of_the_gradient(name):
   """Values that JAX rounds are not roundings of the user."""
-  w = 20 * normal(2, 16, 16)
+  w = 20 * normal(16, 16, seed=2)
   loss = of_policy(POLICIES[name])
   half = jax.jit(jax.grad(ols.autocast(loss)))(w)
   with jax.default_matmul_precision("highest"):
@@ -226,8 +181,7 @@ def test_values_that_the_user_rounds_stay_rounded():
     half = coarse((X @ w).astype(jnp.float16))
     return half.astype(jnp.float32) @ w
 
-  w = normal(2, 16, 16)
-  report = diagnostics.compare_precision(ols.autocast(fun), w, progress=False)
+  report = diagnostics.compare_precision(ols.autocast(fun), W, progress=False)
   # Rounded to two bits in both: else they would be far apart.
   assert report.error < 0.05
 
@@ -247,45 +201,20 @@ def test_an_unused_matmul_has_no_row(wrap):
     return x @ w, unread
 
   fun = ols.autocast(lambda w: jnp.sum(both(X, w)[0]))
-  w = normal(2, 16, 16)
-  report = diagnostics.compare_precision(fun, w, progress=False)
+  report = diagnostics.compare_precision(fun, W, progress=False)
   assert len(report.layers) == 1
-  assert diagnostics.precision_report(fun, w).total_flops == 2 * 64 * 16 * 16
-
-
-def test_integers_count_by_their_bits():
-  def fun(w):
-    return (w @ w).astype(jnp.float32)
-
-  for dtype, share in (jnp.int32, 0), (jnp.int8, 1), (jnp.float16, 1):
-    report = diagnostics.precision_report(fun, jnp.ones((4, 4), dtype))
-    assert report.fraction == share
+  assert diagnostics.precision_report(fun, W).total_flops == 2 * 64 * 16 * 16
 
 
 def test_array_names_are_accepted_by_keep_float32():
-  params = {"blocks": [{"up": normal(2, 16, 32)}], "head": normal(4, 32, 4)}
+  """Two keys with a slash are distinguished by quotes."""
+  params = {"a/b": W, "a": {"b": W + 1}, "blocks": [{"up": W - 1}]}
 
   def loss(p):
-    return jnp.mean((jnp.tanh(X @ p["blocks"][0]["up"]) @ p["head"] - Y) ** 2)
+    hidden = jnp.sin(X @ p["a/b"]) @ p["a"]["b"]
+    return jnp.mean(hidden @ p["blocks"][0]["up"])
 
-  report = compare(loss, params)
-  assert list(report.array_errors) == ["blocks/0/up", "head"]
-  for name in report.array_errors:
-    kept = ols.grad(ols.autocast(loss, keep_float32=name), ONE)
-    (row,) = {
-      row.param_path
-      for row in diagnostics.precision_report(kept, params).unconverted
-    }
-    assert row == name
-
-
-def test_two_keys_with_a_slash_are_distinguished_by_quotes():
-  params = {"a/b": normal(2, 16, 16), "a": {"b": normal(3, 16, 16)}}
-
-  def loss(p):
-    return jnp.mean(jnp.sin(X @ p["a/b"]) @ p["a"]["b"])
-
-  names = ["a/b", "'a/b'"]
+  names = ["a/b", "'a/b'", "blocks/0/up"]
   report = compare(loss, params)
   assert list(report.array_errors) == names
   assert {row.name for row in report.layers} == {*names}
@@ -295,9 +224,8 @@ def test_two_keys_with_a_slash_are_distinguished_by_quotes():
     kept = ols.grad(ols.autocast(loss, keep_float32=name), ONE)
     rows = diagnostics.precision_report(kept, params).unconverted
     assert {row.param_path for row in rows} == {name}
-  # If nothing is spelled alike, a key is printed unchanged.
-  alone = {"a/b": params["a/b"], "a": {"c": params["a"]["b"]}}
-  assert list(diagnostics.gradient_report(alone).as_dict()["leaves"]) == [
-    "a/c",
-    "a/b",
-  ]
+
+
+def test_a_key_with_a_slash_is_unchanged_if_no_path_is_spelled_alike():
+  report = diagnostics.gradient_report({"a/b": W, "a": {"c": W}})
+  assert list(report.as_dict()["leaves"]) == ["a/c", "a/b"]

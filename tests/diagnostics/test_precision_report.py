@@ -294,6 +294,15 @@ def test_the_dtype_can_be_another():
   assert (integers.flops[0].operand_dtype, integers.unconverted) == ("int8", ())
 
 
+@pytest.mark.parametrize(
+  ("dtype", "fraction"), [(jnp.int32, 0), (jnp.int8, 1), (F16, 1)]
+)
+def test_integers_count_by_their_bits(dtype, fraction):
+  fun = lambda x: (x @ x).astype(F32)
+  report = precision_report(fun, make_shape(4, 4, dtype=dtype))
+  assert report.fraction == fraction
+
+
 def test_bfloat16_is_not_float16():
   """They have as many bits, but a T4 is slow in bfloat16."""
   fun = lambda x, y: x @ x + (y @ y).astype(F16)
