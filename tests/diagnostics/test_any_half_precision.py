@@ -8,6 +8,7 @@ from flax import linen as nn
 import haiku as hk
 from helpers import find_line_number, mark_slow_params, sharding
 from helpers.jax_limits import skip_if_jax_cannot
+from helpers.planted_layers import normal
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
@@ -23,18 +24,13 @@ from optax_lossscale.diagnostics import _report_program
 from optax_lossscale.diagnostics._comparison import _float32_eqns
 
 SIZE = 16
-KEYS = jax.random.split(jax.random.key(0), 8)
-X = jax.random.normal(KEYS[0], (8, SIZE))
+KEY = jax.random.key(0)
+X = normal(8, SIZE) * 8**0.5
 DTYPES = [jnp.float16, jnp.bfloat16]
 
 
 def init_params(*names):
-  shape = SIZE, SIZE
-  keys = jax.random.split(KEYS[1], len(names))
-  return {
-    name: jax.random.normal(key, shape) / SIZE**0.5
-    for name, key in zip(names, keys, strict=True)
-  }
+  return {x: normal(SIZE, SIZE, seed=i) for i, x in enumerate(names, 1)}
 
 
 def check(loss_fn, params, *batch, loss_scale=2.0**10):
@@ -336,8 +332,9 @@ def test_an_operation_without_a_float32_version_runs_as_written(fun, name):
   (note,) = report.limitations
   assert note.startswith(f"Not analyzed: {name} at test_any_half_precision.py")
   assert note.endswith("which runs in half precision in every run.")
-  expected = np.tanh(np.float32(fun(X.astype(jnp.float16))))
-  error = np.linalg.norm(apply(X) - expected) / np.linalg.norm(expected)
+  expected = np.tanh(np.float32(jax.jit(fun)(np.float16(X))))
+  actual = jax.jit(apply)(X)
+  error = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
   assert report.error == pytest.approx(error, rel=0.05)
 
 
@@ -347,7 +344,7 @@ def test_random_bits_are_no_limitation():
     noise = jax.random.normal(key, x.shape, jnp.float16)
     return x.astype(jnp.float16) * noise
 
-  report = diagnostics.compare_precision(fun, KEYS[0], X, progress=False)
+  report = diagnostics.compare_precision(fun, KEY, X, progress=False)
   assert report.limitations == () and 0 < report.error < 1e-2
 
 
@@ -364,7 +361,7 @@ class LinenModel(nn.Module):
 
 def with_linen(dtype):
   model = LinenModel(dtype)
-  variables = model.init(KEYS[2], X)
+  variables = model.init(KEY, X)
 
   def loss_fn(params, x):
     collections = {"params": params, "batch_stats": variables["batch_stats"]}
@@ -375,7 +372,7 @@ def with_linen(dtype):
 
 
 def with_equinox(dtype):
-  model = eqx.nn.MLP(SIZE, 4, SIZE, 2, key=KEYS[2])
+  model = eqx.nn.MLP(SIZE, 4, SIZE, 2, key=KEY)
   params, static = eqx.partition(model, eqx.is_inexact_array)
 
   def loss_fn(params, x):
@@ -396,7 +393,7 @@ def with_haiku(dtype):
     out = model.apply(params, None, x.astype(dtype))
     return jnp.mean((out.astype(jnp.float32) - 1) ** 2)
 
-  return loss_fn, model.init(KEYS[2], X)
+  return loss_fn, model.init(KEY, X)
 
 
 def with_half_params(dtype):

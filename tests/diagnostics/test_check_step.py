@@ -225,7 +225,7 @@ PLANTED = mark_slow_params(
   [name for name in planted_layers.NAMES if name != "in_while"],
   slow={
     "custom_vjp_backward",
-    "in_shard_map_unchecked",
+    "in_shard_map",
     "layer_scale",
     "scores",
   },

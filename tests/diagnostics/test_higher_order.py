@@ -5,6 +5,7 @@ here are made by hand, as another JAX might make them. One that is not
 understood has no part, and is taken as a whole, and reports say so.
 """
 
+from helpers import mark_slow_params
 import jax
 from jax import lax
 from jax.extend import core
@@ -21,7 +22,7 @@ from optax_lossscale._jaxprs import (
 )
 from optax_lossscale.diagnostics import find_overflow, precision_report
 
-X = jnp.full((4, 4), 2, jnp.float16)
+X = np.full((4, 4), 2, np.float16)
 
 
 def scan(x):
@@ -192,7 +193,9 @@ def test_a_hijax_primitive_that_cannot_be_traced_is_not_parsed():
   assert _higher_order.parse_higher_order(odd) is None
 
 
-@pytest.mark.parametrize("fun", [scan, while_loop, cond, call])
+@pytest.mark.parametrize(
+  "fun", mark_slow_params([cond, call], [scan, while_loop, cond, call])
+)
 def test_an_unknown_equation_is_treated_as_a_whole(fun, monkeypatch):
   held = [e for e in jax.make_jaxpr(fun)(X).eqns if [*_eqns.subjaxprs(e)]]
   if not held:
@@ -275,14 +278,20 @@ def is_hijax_available():
   return "Ldexp" in str(jax.make_jaxpr(fun)(jnp.ones(2)))
 
 
-@pytest.mark.skipif(
+needs_hijax = pytest.mark.skipif(
   not is_hijax_available(), reason="this JAX has no hijax yet"
 )
+
+
+@needs_hijax
 def test_a_primitive_of_hijax_is_entered_and_has_its_own_name():
-  x = jnp.full(2, 1e38)
-  hit = find_overflow(lambda x: jnp.ldexp(x, 10), x)
+  hit = find_overflow(lambda x: jnp.ldexp(x, 10), np.float32([1e38]))
   assert hit.eqn_path.startswith("jit(ldexp)/Ldexp/")
 
+
+@needs_hijax
+@pytest.mark.slow
+def test_a_solver_of_hijax_is_entered():
   def root(a):
     solve = lambda f, x: jnp.exp(a @ x * 100)
     tangent_solve = lambda g, y: y / g(jnp.ones_like(y))

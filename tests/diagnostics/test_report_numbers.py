@@ -190,6 +190,7 @@ def find_scans(closed_jaxpr):
           yield i, j
 
 
+@pytest.mark.slow
 def test_find_overflow_names_the_row_that_overflows_in_a_reversed_scan():
   def body(carry, i):
     return carry * jnp.where(i == 3, 6e4, 1).astype(carry.dtype), None

@@ -1,7 +1,5 @@
 """Faults inside of what holds a function."""
 
-import functools
-
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -15,17 +13,16 @@ from helpers.planted_layers import (
 )
 from helpers.planted_layers.plain_jax import (
   add_offset,
-  attend,
   make_network,
   SHIFT,
   subtract,
 )
 
 
-def make_scanned_model(wrap, fault):
+def in_scan_of_checkpoints(fault):
   """Three layers by a scan, each with a sound matmul and a bad one."""
 
-  @wrap
+  @jax.checkpoint
   def block(ws, x):
     x = jnp.tanh(x @ ws["a"])
     return jnp.tanh(subtract(ws["w"], x, fault))
@@ -41,24 +38,12 @@ def make_scanned_model(wrap, fault):
   return Model(loss_fn, (params, *make_batch()))
 
 
-in_scan = functools.partial(make_scanned_model, lambda block: block)
-in_scan_of_checkpoints = functools.partial(make_scanned_model, jax.checkpoint)
-
-
 def in_checkpoint(fault):
   @jax.checkpoint
   def layer(params, x):
     return add_offset(params["w"], jnp.tanh(x @ params["a"]), fault)
 
   return Model(*make_network(layer, "w", "a"))
-
-
-def in_jit(fault):
-  @jax.jit
-  def layer(params, x):
-    return x + attend(params, x, fault)
-
-  return Model(*make_network(layer, "keys", "values"))
 
 
 def in_cond(fault):
@@ -115,12 +100,6 @@ def custom_vjp_forward(fault):
   """It computes what is not computed where nothing is differentiated."""
   forward = lambda w, x: subtract(w, x, fault)
   return Model(*_make_custom_vjp_network(forward, lambda w, ct: ct @ w.T))
-
-
-def custom_vjp_forward_in_jit(fault):
-  """JAX gives the equations of its rule the location of the call."""
-  loss_fn, args, *_ = custom_vjp_forward(fault)
-  return Model(jax.jit(loss_fn), args)
 
 
 def custom_vjp_backward(fault):

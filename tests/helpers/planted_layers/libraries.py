@@ -1,50 +1,13 @@
 """Faults of the layers of libraries."""
 
-import os
-
-os.environ["KERAS_BACKEND"] = "jax"  # Read when Keras is imported.
-
 import equinox as eqx
 from flax import linen as nn
 from flax import nnx
-import haiku as hk
 import jax
 from jax import lax
 import jax.numpy as jnp
-import keras
 
 from helpers.planted_layers import make_batch, Model, WIDTH
-
-
-def make_module_model(
-  module, x, y, change_params=lambda params: params, scope=None
-):
-  params = jax.jit(module.init)(jax.random.key(0), x)
-  loss_fn = lambda params, x, y: jnp.mean((module.apply(params, x) - y) ** 2)
-  return Model(loss_fn, (change_params(params), x, y), scope=scope)
-
-
-def linen_attention(fault):
-  class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      x = nn.Dense(WIDTH)(x)
-      y = nn.LayerNorm()(x)
-      attention = nn.MultiHeadDotProductAttention(4, name="attention")
-      x = x + attention(y)  # planted
-      x = x + nn.Dense(WIDTH)(nn.gelu(nn.Dense(WIDTH)(nn.LayerNorm()(x))))
-      return nn.Dense(WIDTH)(x)
-
-  def change_params(params):
-    attention_params = params["params"]["attention"]
-    for name in ("query", "key") if fault else ():
-      attention_params[name]["kernel"] *= 400
-    return params
-
-  x, y = (a.reshape(4, 8, WIDTH) for a in make_batch())
-  return make_module_model(
-    Net(), x, y, change_params, "Net/attention/...qhd,...khd->...hqk"
-  )
 
 
 class LinenBlock(nn.Module):
@@ -74,7 +37,10 @@ def linen_scan(fault):
       x, _ = step()(x, None)
       return nn.Dense(WIDTH)(x)
 
-  return make_module_model(Net(), *make_batch())
+  net, (x, y) = Net(), make_batch()
+  params = jax.jit(net.init)(jax.random.key(0), x)
+  loss_fn = lambda params, x, y: jnp.mean((net.apply(params, x) - y) ** 2)
+  return Model(loss_fn, (params, x, y))
 
 
 class NnxNet(nnx.Module):
@@ -140,41 +106,3 @@ def equinox_scan(fault):
   return Model(
     loss_fn, args, value_and_grad_fn=value_and_grad_fn, jit=eqx.filter_jit
   )
-
-
-def haiku_offset(fault):
-  def apply(x):
-    x = jnp.tanh(hk.Linear(WIDTH)(x))
-    offset = hk.initializers.RandomNormal(WIDTH**-0.5, 10 if fault else 0)
-    x = hk.Linear(WIDTH, w_init=offset)(x)  # planted
-    x = hk.LayerNorm(-1, True, True)(x)
-    return hk.nets.MLP([WIDTH, WIDTH])(x)
-
-  return make_module_model(
-    hk.without_apply_rng(hk.transform(apply)), *make_batch()
-  )
-
-
-def keras_offset(fault):
-  keras.utils.set_random_seed(0)
-  model = keras.Sequential(
-    [
-      keras.layers.Input((WIDTH,)),
-      keras.layers.Dense(WIDTH, activation="tanh"),
-      keras.layers.Dense(WIDTH, name="bad"),
-      keras.layers.LayerNormalization(),
-      keras.layers.Dense(WIDTH, activation="gelu"),
-      keras.layers.Dense(WIDTH),
-    ],
-    name="net",
-  )
-  bad = model.get_layer("bad").kernel
-  bad.assign(bad.value + 20 * fault)
-
-  def loss_fn(params, others, x, y):
-    predicted, _ = model.stateless_call(params, others, x)  # planted
-    return jnp.mean((predicted - y) ** 2)
-
-  params = [v.value for v in model.trainable_variables]
-  others = [v.value for v in model.non_trainable_variables]
-  return Model(loss_fn, (params, others, *make_batch()), scope="bad")

@@ -51,16 +51,6 @@ def make_network(layer, *names):
   )
 
 
-def difference(fault):
-  layer = lambda params, x: subtract(params["w"], x, fault)
-  return Model(*make_network(layer, "w"))
-
-
-def offset(fault):
-  layer = lambda params, x: add_offset(params["w"], x, fault)
-  return Model(*make_network(layer, "w"))
-
-
 def scores(fault):
   layer = lambda params, x: x + attend(params, x, fault)
   return Model(*make_network(layer, "keys", "values"))
@@ -83,13 +73,6 @@ def logits(fault):
   return Model(loss_fn, (params, x, jnp.arange(len(x)) % WIDTH), loss_scale=1.0)
 
 
-def large_weights(fault):
-  """Weights of 1e5 in front of a norm."""
-  size = 1e6 if fault else 1.0
-  layer = lambda params, x: normalize(x @ (size * params["w"]))  # planted
-  return Model(*make_network(layer, "w"))
-
-
 def layer_scale(fault):
   """The gradients of a branch that counts for little underflow."""
   size = 1e-9 if fault else 1.0
@@ -105,37 +88,17 @@ def layer_scale(fault):
   return Model(loss_fn, args, argnums=(0, 1))
 
 
-def prepend_layer(layer):
-  """A loss function with a layer of weights in front."""
-
-  def loss_fn(params, x, y):
-    x = layer(params["first"], x)
-    x = jnp.tanh(x @ params["second"])
-    x = jnp.tanh(x @ params["third"])
-    return jnp.mean((x @ params["last"] - y) ** 2)
-
-  return (
-    loss_fn,
-    make_weights("first", "second", "third", "last"),
-    *make_batch(),
-  )
-
-
-def feature(fault):
-  """One feature is a million times larger than the others."""
-  size = 1e6 if fault else 1.0
-  layer = lambda w, x: jnp.tanh(x @ w)  # planted
-  loss_fn, params, x, y = prepend_layer(layer)
-  params["first"] = params["first"].at[0].divide(size)
-  return Model(loss_fn, (params, x.at[:, 0].multiply(size), y))
-
-
 def pixels(fault):
   """Squares of numbers up to 255."""
-  layer = lambda w, x: normalize(x**2 @ w)  # planted
-  loss_fn, params, x, y = prepend_layer(layer)
+
+  def loss_fn(params, x, y):
+    x = normalize(x**2 @ params["first"])  # planted
+    x = jnp.tanh(x @ params["second"])
+    return jnp.mean((x @ params["last"] - y) ** 2)
+
+  x, y = make_batch()
   x = jnp.round(255 * jax.nn.sigmoid(x)) / (1 if fault else 255)
-  return Model(loss_fn, (params, x, y))
+  return Model(loss_fn, (make_weights("first", "second", "last"), x, y))
 
 
 def convolution(fault):
@@ -165,14 +128,6 @@ def one_matmul(fault):
     return jnp.mean((subtract(w, x, fault) - y) ** 2)
 
   return Model(loss_fn, (normal(WIDTH, WIDTH), *make_batch()))
-
-
-def two_matmuls(fault):
-  def loss_fn(params, x, y):
-    x = jnp.tanh(x @ params["first"])
-    return jnp.mean((subtract(params["w"], x, fault) - y) ** 2)
-
-  return Model(loss_fn, (make_weights("first", "w"), *make_batch()))
 
 
 def several_overflow(fault):
