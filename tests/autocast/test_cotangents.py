@@ -9,8 +9,9 @@ import functools
 import inspect
 
 from helpers import autocast_ops, mark_slow_params, matmul_flops, sharding
-from helpers.bits import assert_close
+from helpers.bits import assert_close, assert_functions_close
 from helpers.jax_limits import can_run_in_jax
+from helpers.planted_layers import normal
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ import optax_lossscale as ols
 from optax_lossscale._jaxprs import _primitives
 
 MANY = 4096
-A = jax.random.normal(jax.random.key(1), (4, 4))
+A = 2 * normal(4, 4, seed=1)
 W = jnp.eye(4)
 
 # Losses of a weight and an index or a mask, of which each member of a `vmap`
@@ -102,14 +103,7 @@ BATCHINGS = [
   for name in (*autocast_ops.DATA_MOVEMENT, *PRODUCTS)
   for axes in ((0, None), (None, 0), (0, 0), (None, None))
 ]
-QUICK_BATCHINGS = [
-  ("reshape", (0, None)),
-  ("slice", (0, 0)),
-  ("transpose", (0, 0)),
-  ("dot_general", (0, None)),
-  ("conv_general_dilated", (0, 0)),
-  ("ragged_dot_general", (0, None)),
-]
+QUICK_BATCHINGS = [("slice", (0, 0)), ("dot_general", (0, None))]
 
 
 def test_each_contraction_primitive_is_tested():
@@ -161,7 +155,9 @@ def test_batching_moved_values_makes_no_sum_in_half_precision(case):
     assert sums <= allowed
 
 
-@pytest.mark.parametrize("exchange", ["ppermute", "all_to_all"])
+@pytest.mark.parametrize(
+  "exchange", mark_slow_params(["ppermute"], ["ppermute", "all_to_all"])
+)
 def test_an_exchange_between_members_of_a_vmap_is_in_float32(exchange):
   def local(w, x):
     h = A @ w
@@ -184,17 +180,18 @@ def test_mapped_loops_may_run_for_different_lengths():
   fun = lambda x, n: lax.fori_loop(0, n, lambda i, c: c @ W + i, x)
   x, n = jnp.stack([A, A, A]), jnp.array([1, 4, 0])
   mapped = jax.vmap(fun)
-  for half in (ols.autocast(mapped), jax.vmap(ols.autocast(fun))):
-    np.testing.assert_allclose(
-      jax.jit(half)(x, n), jax.jit(mapped)(x, n), rtol=2e-3, atol=2e-3
-    )
+  halves = ols.autocast(mapped), jax.vmap(ols.autocast(fun))
+  run_all = jax.jit(lambda *args: [f(*args) for f in (mapped, *halves)])
+  expected, *actual = run_all(x, n)
+  for half in actual:
+    np.testing.assert_allclose(half, expected, rtol=2e-3, atol=2e-3)
 
 
 # Rules with an output that `vmap` does not map, such as a parameter that a
 # function returns next to its result. The cotangent of such an output would be
 # counted once for each row. So JAX refuses it since 0.12, unless it is known to
 # be zero.
-X = jax.random.normal(jax.random.key(0), (3, 4))
+X = 2 * normal(3, 4)
 
 
 def rule(**options):
@@ -228,15 +225,19 @@ WHERE = {
 }
 
 
-@pytest.mark.parametrize("where", WHERE)
+every_way = pytest.mark.parametrize(
+  "where", mark_slow_params(["inside"], WHERE)
+)
+
+
+@every_way
 def test_another_output_may_be_neither_mapped_nor_read(where):
   fun = rule()
   half, full = WHERE[where](fun, uses=False), add_inner_vmap(fun, uses=False)
-  half, full = (jax.jit(jax.grad(loss))(A, X) for loss in (half, full))
-  assert_close(half, full)
+  assert_functions_close(jax.grad(half), jax.grad(full), A, X)
 
 
-@pytest.mark.parametrize("where", WHERE)
+@every_way
 def test_programs_that_jax_rejects_raise_the_error_of_jax(where):
   fun = rule()
 
@@ -257,12 +258,11 @@ def test_programs_that_jax_rejects_raise_the_error_of_jax(where):
     assert_close(half, full)
 
 
-@pytest.mark.parametrize("where", WHERE)
+@every_way
 def test_a_rule_may_request_generic_batching(where):
   options = inspect.signature(jax.custom_vjp.defvjp).parameters
   if "generic_batching" not in options:
     pytest.skip(f"JAX {jax.__version__} has no generic batching.")
   fun = rule(generic_batching=True)
   half, full = WHERE[where](fun, uses=True), add_inner_vmap(fun, uses=True)
-  half, full = (jax.jit(jax.grad(loss))(A, X) for loss in (half, full))
-  assert_close(half, full)
+  assert_functions_close(jax.grad(half), jax.grad(full), A, X)

@@ -10,14 +10,9 @@ import pytest
 
 import optax_lossscale as ols
 
-# One model of most libraries, because importing and tracing the others is slow.
-QUICK = (
-  "transformer, Flax linen",
-  "MLP-mixer, Equinox",
-  "rotary, plain JAX",
-)
+# Importing a library and tracing its model is slow.
 all_models = pytest.mark.parametrize(
-  "name", mark_slow_params(QUICK, float32_models.NAMES)
+  "name", mark_slow_params((), float32_models.NAMES)
 )
 # Where all gradients are computed in several dtypes; the others at night.
 few_models = pytest.mark.parametrize(

@@ -217,11 +217,11 @@ SCORES = ["BTNH,BSNH->BNTS", "BNTS,BSNH->BTNH"]
 @pytest.mark.parametrize(
   ("mark", "kept", "of_scores"),
   [
-    (no_mark, "blocks/1", ["float16"] * 4),
     (ols.keep_float32, (), ["float16"] * 2 + ["float32"] * 2),
-    (no_mark, SCORES, ["float32"] * 4),
+    pytest.param(no_mark, "blocks/1", ["float16"] * 4, marks=pytest.mark.slow),
+    pytest.param(no_mark, SCORES, ["float32"] * 4, marks=pytest.mark.slow),
   ],
-  ids=["path", "mark", "scope"],
+  ids=["mark", "path", "scope"],
 )
 def test_attention_scores_have_no_weights_and_keep_float32_keeps_them(
   mark, kept, of_scores
@@ -240,7 +240,6 @@ def test_a_model_may_contain_itself():
   model = Net()
   model.layers[0].model = model
   traced = nnx.jit(lambda model, x: ols.autocast(lambda m, x: m(x))(model, x))
-  assert bool(jnp.all(jnp.isfinite(traced(model, X))))
   text = traced.lower(model, X).as_text(debug_info=True)
   assert "layers/0/kernel/autocast-float16" in text
 
@@ -254,9 +253,22 @@ def test_sizes_may_be_symbolic():
   assert exported.out_avals[0].shape == (1, size)
 
 
+class Layer(eqx.Module):
+  weight: jax.Array
+
+
+class Stack(eqx.Module):
+  layers: list[Layer]
+
+  def __call__(self, x):
+    for layer in self.layers:
+      x = jnp.tanh(x @ layer.weight)
+    return x
+
+
 def test_a_model_may_be_the_function():
-  model = eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))
-  trained = lambda model, x: jax.vmap(ols.autocast(model))(x)
+  model = Stack([Layer(WEIGHTS), Layer(WEIGHTS)])
+  trained = lambda model, x: ols.autocast(model)(x)
   params, static = eqx.partition(model, eqx.is_array)
   found = list_matmuls(
     lambda p, x: trained(eqx.combine(p, static), x), params, X
@@ -278,11 +290,11 @@ class Linen(nn.Module):
 
 def test_full_paths_of_a_library_are_not_extended():
   model = Linen()
-  params = model.init(jax.random.key(0), X)
+  params = jax.eval_shape(model.init, jax.random.key(0), X)
   found = list_matmul_names(lambda params, x: model.apply(params, x), params, X)
   assert found == ["Linen/again", "Linen/compiled", "Linen/last"]
   net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([8, 8])(x)))
-  params = net.init(jax.random.key(0), X)
+  params = jax.eval_shape(net.init, jax.random.key(0), X)
   assert list_matmul_names(net.apply, params, X) == [
     "mlp/linear_0",
     "mlp/linear_1",

@@ -31,6 +31,12 @@ def assert_close(actual, expected, tolerance=5e-3):
   jax.tree.map(check, actual, expected)
 
 
+def assert_functions_close(fun, expected_fun, *args, tolerance=5e-3):
+  """Fails unless two functions return nearly the same, in one program."""
+  run_both = jax.jit(lambda *args: (fun(*args), expected_fun(*args)))
+  assert_close(*run_both(*args), tolerance)
+
+
 def _list_differences(actual, expected):
   structure, expected_structure = map(jax.tree.structure, (actual, expected))
   if structure != expected_structure:
