@@ -120,21 +120,6 @@ def test_no_layer_is_blamed_for_errors_that_float32_has_too():
   assert all(row.isolated_error < 1e-3 for row in report.layers)
 
 
-@pytest.mark.slow
-def test_errors_that_any_rounding_would_cause_are_amplified():
-  """Each of many layers adds a little."""
-
-  def deep(p):
-    x = X
-    for w in p["layers"]:
-      x = jnp.sin(3 * x @ w)
-    return jnp.mean((x @ p["out"]) ** 2)
-
-  layers = [normal(16, 16, seed=i) for i in range(8)]
-  report = compare(deep, {"layers": layers, "out": normal(16, 4, seed=6)})
-  assert len(report.amplified_arrays) > 3 and report.inaccurate_arrays == ()
-
-
 def of_policy(policy):
   block = jax.checkpoint(lambda x, w: jnp.cos(x @ w), policy=policy)
   return lambda w: jnp.mean(block(block(X, w), w))

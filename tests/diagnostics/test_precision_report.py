@@ -5,7 +5,6 @@ import json
 import re
 
 from flax import linen as nn
-from flax import nnx
 from helpers import find_line_number, hijax, mark_slow_params, sharding
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
@@ -75,18 +74,10 @@ def recurrent():
   return fun, make_shape(768, 768), make_shape(768, 768), make_shape(8, 64, 768)
 
 
-def nnx_convolution_1d():
-  make = lambda: nnx.Conv(256, 256, 9, dtype=F16, rngs=nnx.Rngs(0))
-  structure, state = nnx.split(nnx.eval_shape(make))
-  loss_fn = lambda state, x: total(nnx.merge(structure, state)(x))
-  return jax.grad(loss_fn), state, make_shape(8, 512, 256)
-
-
 MODELS = {
   "convolutions": make_linen_loss(ConvNet(), make_shape(8, 32, 32, 64)),
   "transformer": make_linen_loss(Block(), make_shape(4, 128, 512)),
   "recurrent": recurrent,
-  "nnx_convolution_1d": nnx_convolution_1d,
 }
 
 
