@@ -57,23 +57,42 @@ def net(first, second=other):
 
 
 BLOCK = jax.jit(kept)  # One jaxpr, called from two scopes.
+step = lambda fun, w: lambda x, _: (fun(x, w), None)
+# From a function that may mark another one, to a program.
 PROGRAMS = {
-  "plain": net(with_scope("a", kept)),
-  "called": net(with_scope("a", BLOCK), BLOCK),
-  "scanned": net(
+  "plain": lambda mark: net(with_scope("a", mark(kept))),
+  "called": lambda mark: net(with_scope("a", mark(BLOCK)), BLOCK),
+  "calling": lambda mark: net(jax.jit(with_scope("a", mark(kept)))),
+  "scanned": lambda mark: net(
     lambda x, w: lax.scan(
-      lambda x, _: (with_scope("a", kept)(x, w), None), x, None, length=1
+      step(with_scope("a", mark(kept)), w), x, None, length=1
     )[0]
   ),
-  "checkpointed": net(jax.checkpoint(with_scope("a", kept))),
-  "branched": net(
-    lambda x, w: lax.cond(
-      x[0, 0] > 0, with_scope("a", kept), with_scope("a", kept), x, w
+  "scanning": lambda mark: net(
+    with_scope(
+      "a",
+      mark(lambda x, w: lax.scan(step(kept, w), x, None, length=1)[0]),
     )
   ),
-  "with a rule": net(with_scope("a", lambda x, w: ruled(x, w))),  # called
+  "mapped": lambda mark: net(
+    jax.vmap(with_scope("a", mark(kept)), in_axes=(0, None))
+  ),
+  "checkpointed": lambda mark: net(jax.checkpoint(with_scope("a", mark(kept)))),
+  "branched": lambda mark: net(
+    lambda x, w: lax.cond(
+      x[0, 0] > 0,
+      with_scope("a", mark(kept)),
+      with_scope("a", mark(kept)),
+      x,
+      w,
+    )
+  ),
+  "with a rule": lambda mark: net(
+    with_scope("a", mark(lambda x, w: ruled(x, w)))  # called
+  ),
 }
-plain, with_a_rule = PROGRAMS["plain"], PROGRAMS["with a rule"]
+unmarked = lambda fun: fun
+plain = PROGRAMS["plain"](unmarked)
 BY_SCOPE = [
   *((name, "net/a") for name in PROGRAMS),
   *(("plain", name) for name in ("*/a", f"net/a at {HERE}*", "net/[a]")),
@@ -101,7 +120,7 @@ def loss(program):
 
 @pytest.mark.parametrize(("program", "name"), BY_SCOPE)
 def test_a_name_keeps_a_matmul_and_its_derivatives_in_float32(program, name):
-  fun = loss(PROGRAMS[program])
+  fun = loss(PROGRAMS[program](unmarked))
   count = count_matmuls_by_scope(jax.grad(ols.autocast(fun)), W, X).total()
   for cast in (
     jax.grad(ols.autocast(fun, keep_float32=name)),
@@ -127,10 +146,19 @@ BY_LINE = [
 ]
 
 
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_marked_function_and_its_derivatives_run_in_float32(program):
+  fun = loss(PROGRAMS[program](ols.keep_float32))
+  count = count_matmuls_by_scope(jax.grad(fun), W, X).total()
+  for cast in jax.grad(ols.autocast(fun)), ols.autocast(jax.grad(fun)):
+    assert count_matmuls_by_scope(cast, W, X).total() == count
+    assert get_a_and_b_dtypes(cast, W, X) == ({"float32"}, {"float16"})
+
+
 @pytest.mark.parametrize(("program", "name"), BY_LINE)
 def test_a_source_line_keeps_its_matmuls_in_float32(program, name):
   name = name.format(file=HERE, number=find_line_number("kept", __file__))
-  fun = loss(PROGRAMS[program])
+  fun = loss(PROGRAMS[program](unmarked))
   many = lambda f: jax.vmap(f, (None, 0))
   for cast, x in (
     (jax.grad(ols.autocast(fun, keep_float32=name)), X),
@@ -144,7 +172,7 @@ def test_a_source_line_keeps_its_matmuls_in_float32(program, name):
 def test_a_line_of_a_rule_keeps_the_rule_as_a_whole(line):
   # JAX gives the backward pass of a rule the line that calls it.
   name = f"{HERE}:{find_line_number(line, __file__)}"
-  fun = loss(with_a_rule)
+  fun = loss(PROGRAMS["with a rule"](unmarked))
   cast = jax.grad(ols.autocast(fun, keep_float32=name))
   found = count_matmuls_by_scope(cast, W, X)
   assert found == {("net/a", "float32"): 4, ("net/b", "float16"): 3}
