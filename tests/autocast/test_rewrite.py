@@ -1,6 +1,5 @@
 """The matmuls that run in half precision, and the equations after them."""
 
-from flax import nnx
 from helpers import custom_rules, jaxprs, mark_slow_params, matmul_flops
 from helpers.bits import assert_same_bits
 from helpers.jax_limits import skip_if_jax_cannot
@@ -45,8 +44,9 @@ def test_float64_matmuls_are_unchanged():
 
 
 @pytest.mark.slow
-def test_a_ragged_dot_has_the_gradient_of_float32():
-  x, w, sizes = jnp.ones((6, 4)), jnp.ones((2, 4, 3)), jnp.array([2, 4])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_ragged_dot_with_any_weights_runs_in_half_precision(dtype):
+  x, w, sizes = jnp.ones((6, 4)), jnp.ones((2, 4, 3), dtype), jnp.array([2, 4])
   loss = lambda x, w: jnp.sum(lax.ragged_dot(x, w, sizes) ** 2)
   half = ols.autocast(loss)
   assert "ragged_dot_general" in jaxprs.list_half_primitives(half, x, w)
@@ -84,15 +84,6 @@ def test_cotangents_of_matmuls_with_float16_weights_are_summed_in_float32():
   loss = ols.autocast(lambda x: jnp.sum(x @ frozen) + jnp.sum(x @ frozen))
   grads = jax.jit(jax.grad(loss))(np.eye(4, dtype=np.float32))
   np.testing.assert_array_equal(grads, 80_000)
-
-
-@pytest.mark.slow
-def test_a_ragged_dot_with_weights_in_half_precision_is_cast():
-  x, w = jnp.ones((6, 4)), jnp.ones((2, 4, 3), jnp.float16)
-  fun = lambda x, w: lax.ragged_dot(x, w, jnp.array([2, 4]))
-  half = ols.autocast(fun)
-  assert "ragged_dot_general" in jaxprs.list_half_primitives(half, x, w)
-  assert_same_bits(jax.jit(half)(x, w), jax.jit(fun)(x, w))
 
 
 @pytest.mark.parametrize("keep", ["the function", "the name"])
@@ -182,7 +173,9 @@ def test_another_dtype_is_an_error(dtype):
     ols.autocast(lambda: None, dtype)
 
 
-@pytest.mark.parametrize("function", [ols.autocast, ols.keep_float32])
+@pytest.mark.parametrize(
+  "function", [ols.autocast, ols.autocast(), ols.keep_float32]
+)
 def test_an_argument_other_than_a_function_raises_an_error(function):
   with pytest.raises(TypeError, match="fun must be a function, got fun = 3"):
     function(3)
@@ -247,19 +240,6 @@ def bfloat16(x):
   return x.astype(jnp.bfloat16)
 
 
-@pytest.mark.slow
-def test_a_bfloat16_flax_nnx_model_warns_and_changes_once():
-  rngs = nnx.Rngs(0)
-  model = nnx.Sequential(
-    nnx.Linear(3, 3, dtype=jnp.bfloat16, rngs=rngs),
-    nnx.Dropout(0.5, rngs=rngs),
-  )
-  with pytest.warns(UserWarning, match=r"only some in bfloat16\. A"):
-    ols.autocast(lambda model, x: model(x))(model, jnp.ones((2, 3)))
-  counts = nnx.to_flat_state(nnx.state(model, nnx.RngCount))
-  assert max(int(count[...]) for _, count in counts) == 1
-
-
 def test_it_is_a_decorator_with_and_without_arguments():
   decorators = {
     ols.autocast: ["float16", "float16"],
@@ -287,8 +267,6 @@ def test_a_decorator_refuses_wrong_arguments_immediately():
   for wrong in {"dtype": jnp.int32}, {"keep_float32": 3}:
     with pytest.raises(TypeError, match=f"{next(iter(wrong))} must be"):
       ols.autocast(**wrong)
-  with pytest.raises(TypeError, match="fun must be a function, got fun = 3"):
-    ols.autocast()(3)
 
 
 @pytest.mark.parametrize(
