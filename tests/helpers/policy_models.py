@@ -1,4 +1,6 @@
-"""The policies in plain Python, whose floats are exact where these are used.
+"""The policies in plain Python, and what runs and records them.
+
+Python's floats are exact where the models are used.
 
 The headroom rule is not written out again: its model is the policy itself, run
 step by step outside of all transformations, so that a program shows what they
@@ -13,54 +15,67 @@ import numpy as np
 
 import optax_lossscale as ols
 
+# The structure of a state, or a branch in Python, depends on these.
+STATIC = {"hysteresis_refill", "dtype", "amax_history_len"}
+
+
+def split_policy(policy):
+  """Return what is compiled in of a policy, and the numbers that are not."""
+  fields = dataclasses.asdict(policy)
+  static = STATIC & set(fields)
+  if fields.get("hysteresis") == 1:  # as opposed to one that may be any
+    static.add("hysteresis")
+  words = tuple((name, fields.pop(name)) for name in sorted(static))
+  return (type(policy), words), fields
+
+
+def make_policy(kind, numbers):
+  """Return the policy that was split; its numbers may be traced."""
+  cls, words = kind
+  return cls(**numbers, **dict(words))
+
 
 @functools.partial(jax.jit, static_argnums=0)
-def _scan(make_policy, numbers, finites, state):
-  policy = make_policy(**numbers)
+def _scan(kind, numbers, finites, amaxes, state):
+  policy = make_policy(kind, numbers) if numbers else kind
 
-  def step(state, finite):
-    state = policy.adjust(state, finite)
+  def step(state, inputs):
+    finite, amax = inputs
+    state = policy.adjust(state, finite, grads_amax=amax)
     return state, state
 
-  return jax.lax.scan(step, state, finites)[1]
+  return jax.lax.scan(step, state, (finites, amaxes))[1]
 
 
-def run_policy(policy, finites, state=None):
+def run_policy(policy, finites, state=None, amaxes=0.0, **traced):
   """The states after each step, in NumPy.
 
-  Runs are padded, and the numbers of a DynamicLossScale are arguments of the
-  compiled scan, so that its policies share a program.
+  Runs are padded, and the numbers of the policies of the package are arguments
+  of the compiled scan, so that its policies share a program. `traced` replaces
+  some of them after the policy has checked its own.
   """
-  make_policy, numbers = _split(policy)
-  padded = np.zeros(max(32, 1 << (len(finites) - 1).bit_length()), bool)
-  padded[: len(finites)] = finites
+  steps = len(finites)
+  length = max(512, 1 << (steps - 1).bit_length())
+  padded_finites = np.zeros(length, bool)
+  padded_amaxes = np.zeros(length, np.float32)
+  padded_finites[:steps], padded_amaxes[:steps] = finites, amaxes
+  is_public = type(policy).__module__ == ols.__name__
+  kind, numbers = split_policy(policy) if is_public else (policy, {})
   state = jax.tree.map(np.asarray, policy.init() if state is None else state)
-  states = _scan(make_policy, numbers, padded, state)
-  return jax.tree.map(lambda x: np.asarray(x)[: len(finites)], states)
+  states = _scan(kind, numbers | traced, padded_finites, padded_amaxes, state)
+  return jax.tree.map(lambda x: np.asarray(x)[:steps], states)
 
 
-def _split(policy):
-  if not isinstance(policy, ols.DynamicLossScale):
-    return _Constant(policy), {}
-  numbers = dataclasses.asdict(policy)
-  # The structure of the state, or a branch in Python, depends on these.
-  words = numbers.pop("hysteresis"), numbers.pop("hysteresis_refill")
-  return _make_dynamic(*words), numbers
+class AmaxRecorder:
+  """A policy that remembers the largest gradient that it received."""
 
+  def init(self):
+    state = ols.FixedLossScale(1.0).init()
+    return state._replace(policy_state=np.float32(0))
 
-@functools.cache
-def _make_dynamic(hysteresis, refill):
-  return functools.partial(
-    ols.DynamicLossScale, hysteresis=hysteresis, hysteresis_refill=refill
-  )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Constant:
-  policy: object
-
-  def __call__(self):
-    return self.policy
+  def adjust(self, state, grads_finite, *, grads_amax=None):
+    state = ols.FixedLossScale(1.0).adjust(state, grads_finite)
+    return state._replace(policy_state=grads_amax)
 
 
 class Model:

@@ -5,7 +5,7 @@ import re
 
 from helpers import ROOT
 from helpers.policy_models import Model, run_policy
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ def policies(draw):
   )
 
 
+@settings(max_examples=settings.default.max_examples // 4)
 @given(policies(), st.lists(st.booleans(), min_size=30, max_size=30))
 def test_dynamic_follows_its_model(policy, finites):
   model = Model(policy)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import optax_lossscale as ols
@@ -47,7 +46,9 @@ def parametrize(policies, quick=QUICK):
 
 
 each_remembering, each_policy = parametrize(REMEMBERING), parametrize(ALL)
-one_and_each_slow = parametrize(ALL, quick=["headroom"])
+# The program of the headroom rule takes seconds to compile.
+each_slow = parametrize(ALL, quick=["dynamic, hysteresis"])
+each_remembering_slow = parametrize(REMEMBERING, quick=["dynamic, hysteresis"])
 
 
 def test_the_defaults_match_the_documentation():
@@ -107,7 +108,7 @@ def test_eager_jitted_and_numpy_states_are_equal(policy):
   assert has_same_bits(got, expected)
 
 
-@one_and_each_slow
+@each_slow
 def test_scanned_under_vmap_each_member_has_its_own_state(policy):
   @jax.jit
   @jax.vmap
@@ -128,26 +129,18 @@ def test_scanned_under_vmap_each_member_has_its_own_state(policy):
 
 
 @each_policy
-@pytest.mark.parametrize("x64", mark_slow_params([True], [False, True]))
+@pytest.mark.parametrize("x64", [False, True])
 def test_types_are_strong_and_32_bits_wide_in_every_mode(policy, x64):
-  expected = jax.tree.map(jax.typeof, policy.init())
+  expected = jax.eval_shape(policy.init)
   with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):
     state = policy.init()
-    for amax in (1.0, np.float64(1e30), jnp.float16(2.0), 1):
+    assert jax.eval_shape(lambda: state) == expected
+    for amax in (1.0, np.float64(1e30), np.float16(2.0), 1):
       one = functools.partial(adjust, policy, finite=amax != 1, amax=amax)
-      assert jax.eval_shape(one, state) == jax.eval_shape(lambda s: s, state)
-    state = step(policy, state, True)
-    assert jax.tree.map(jax.typeof, state) == expected
-  dtypes = {str(x.dtype) for x in jax.tree.leaves(state)}
+      assert jax.eval_shape(one, state) == expected
+  assert not any(x.weak_type for x in jax.tree.leaves(expected))
+  dtypes = {str(x.dtype) for x in jax.tree.leaves(expected)}
   assert dtypes <= {"float32", "int32", "bool"}
-
-
-@one_and_each_slow
-def test_a_fresh_state_can_be_donated_twice(policy):
-  donating = jax.jit(functools.partial(adjust, policy), donate_argnums=0)
-  for _ in range(2):
-    state = donating(donating(policy.init(), False), True)
-    assert state.total_notfinite == 1
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -160,7 +153,8 @@ def run_scales(policy, start, finite):
   return jax.lax.scan(body, state, finite)[1]
 
 
-@each_policy
+@each_slow
+@hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 4)
 @hypothesis.given(
   steps=st.lists(st.booleans(), min_size=40, max_size=40),
   exponent=st.integers(4, 126),
@@ -173,7 +167,7 @@ def test_the_scale_stays_between_min_scale_and_max_scale(
   assert np.all((low <= trace) & (trace <= 2.0**126))
 
 
-@each_policy
+@each_slow
 def test_counters_saturate(policy):
   last = jnp.int32(2**31 - 1)
   state = policy.init()
@@ -188,42 +182,30 @@ def test_counters_saturate(policy):
     assert all(x >= 0 for x in counters)
 
 
-@one_and_each_slow
-def test_the_wrapper_takes_it_as_its_policy(policy):
-  tx = ols.with_loss_scaling(optax.sgd(1.0), policy)
-  params = {"w": np.zeros((), np.float32)}
-  opt_state, update = tx.init(params), jax.jit(tx.update)
-  for finite in (True, False, True):
-    grads = {"w": np.float32(1.0 if finite else np.nan)}
-    updates, opt_state = update(grads, opt_state, params)
-    assert (updates["w"] != 0) == finite
-  assert ols.get_loss_scale_state(opt_state).total_notfinite == 1
-
-
-@pytest.mark.parametrize("other", ALL.values(), ids=ALL)
 @each_remembering
 def test_every_policy_with_memory_refuses_a_foreign_state_with_the_same_error(
-  policy, other
+  policy,
 ):
   kind = type(policy.init().policy_state)
-  state = other.init()
-  if isinstance(state.policy_state, kind):
-    return
-  with pytest.raises(ValueError) as info:
-    adjust(policy, state, True)
-  got = ", ".join(getattr(state.policy_state, "_fields", ())) or "no fields"
-  assert str(info.value) == (
-    f"state.policy_state must have the fields of {type(policy).__name__}"
-    f" ({', '.join(kind._fields)}), got {got} of another policy, or of an"
-    " earlier version. To keep the loss scale, use"
-    " state._replace(policy_state=policy.init().policy_state), where state is"
-    " the loss_scale_state of an optimizer state."
-  )
-  adopted = state._replace(policy_state=policy.init().policy_state)
-  step(policy, adopted, True)
+  for other in ALL.values():
+    state = other.init()
+    if isinstance(state.policy_state, kind):
+      continue
+    with pytest.raises(ValueError) as info:
+      adjust(policy, state, True)
+    got = ", ".join(getattr(state.policy_state, "_fields", ())) or "no fields"
+    assert str(info.value) == (
+      f"state.policy_state must have the fields of {type(policy).__name__}"
+      f" ({', '.join(kind._fields)}), got {got} of another policy, or of an"
+      " earlier version. To keep the loss scale, use"
+      " state._replace(policy_state=policy.init().policy_state), where state is"
+      " the loss_scale_state of an optimizer state."
+    )
+    adopted = state._replace(policy_state=policy.init().policy_state)
+    jax.eval_shape(functools.partial(adjust, policy, finite=True), adopted)
 
 
-@each_remembering
+@each_remembering_slow
 def test_a_policy_state_is_recognized_by_its_fields_in_any_class(policy):
   state = step(policy, policy.init(), True)
   expected = step(policy, state, False)
@@ -260,11 +242,9 @@ def test_a_policy_state_with_other_fields_is_refused_in_any_class(
   for message, policy_state in states.items():
     with pytest.raises(ValueError, match=message.strip()):
       adjust(policy, state._replace(policy_state=policy_state), True)
-    # The cure.
-    step(policy, state._replace(policy_state=policy.init().policy_state), True)
 
 
-@pytest.mark.parametrize("other", mark_slow_params(QUICK, REMEMBERING))
+@pytest.mark.parametrize("other", mark_slow_params(["headroom"], REMEMBERING))
 @pytest.mark.parametrize("policy", FORGETFUL.values(), ids=FORGETFUL)
 def test_a_policy_without_memory_keeps_the_state_of_another_policy(
   policy, other
@@ -291,9 +271,7 @@ ARRAYS = {
 }
 
 
-@pytest.mark.parametrize(
-  "kind", mark_slow_params([ols.HeadroomLossScale], ARRAYS)
-)
+@pytest.mark.parametrize("kind", mark_slow_params(["hysteresis"], ARRAYS))
 @pytest.mark.parametrize("as_array", [jnp.asarray, np.asarray])
 def test_hyperparameters_may_be_arrays_and_no_step_deletes_them(kind, as_array):
   numbers = ARRAYS[kind]
@@ -303,18 +281,9 @@ def test_hyperparameters_may_be_arrays_and_no_step_deletes_them(kind, as_array):
   assert hash(policy) == hash(kind(**numbers))
   assert "rray" not in repr(policy)
   step = jax.jit(functools.partial(adjust, policy), donate_argnums=0)
-  for _ in range(2):
-    got = step(policy.init(), False)
-  assert has_same_bits(got, step(kind(**numbers).init(), False))
-
-
-def test_a_number_that_is_an_array_survives_a_step_that_donates_its_state():
-  scale = jnp.float32(1024)
-  tx = ols.with_loss_scaling(optax.sgd(1.0), scale)
-  update = jax.jit(tx.update, donate_argnums=1)
-  for _ in range(2):
-    _, state = update({"w": jnp.ones(2)}, tx.init({"w": jnp.ones(2)}))
-  assert scale == state.loss_scale_state.loss_scale == 1024
+  for _ in range(2):  # No two leaves share a buffer.
+    got = step(step(policy.init(), False), True)
+  assert has_same_bits(got, step(step(kind(**numbers).init(), False), True))
 
 
 @pytest.mark.parametrize("kind", ["DynamicLossScale", "DeepSpeedLossScale"])

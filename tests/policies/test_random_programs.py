@@ -4,12 +4,11 @@
 10,000.
 """
 
-import dataclasses
 import functools
 import pickle
 
 from helpers import sharding
-from helpers.policy_models import Model
+from helpers.policy_models import make_policy, Model, split_policy
 from hypothesis import given
 from hypothesis import strategies as st
 import jax
@@ -68,21 +67,6 @@ def compile_step(kind, devices, grads_are_scaled):
       out_specs=(states, P("d")),
     )
   )
-
-
-def split_policy(policy):
-  """A policy as what is compiled in, and the numbers that are not."""
-  fields = dataclasses.asdict(policy)
-  static = {"hysteresis_refill", "dtype", "amax_history_len"} & set(fields)
-  if fields.get("hysteresis") == 1:  # as opposed to one that may be any
-    static.add("hysteresis")
-  words = tuple((name, fields.pop(name)) for name in sorted(static))
-  return (type(policy), words), {k: jnp.asarray(v) for k, v in fields.items()}
-
-
-def make_policy(kind, numbers):
-  cls, words = kind
-  return cls(**numbers, **dict(words))
 
 
 SCALES = st.integers(-60, 60).map(lambda k: 2.0**k)

@@ -24,7 +24,7 @@ POLICY, DYNAMIC = ols.HeadroomLossScale(), ols.DynamicLossScale()
 # Binary logarithms of the largest gradient of a step without any.
 NAN, ZERO = np.nan, -np.inf
 LEVELS = -60.0, -40, -20, -14, 0, 10
-PERIODS = [2, 3, 8, 10, 40, 61, 64, 80, 97, 100, 128, 150, 200, 244, 300, 400]
+PERIODS = [2, 10, 40, 61, 64, 100, 244, 400]
 FEW_LEVELS = range(-100, 38, 20)
 
 
@@ -102,7 +102,7 @@ QUICK = {
   "spikes of 28 binades": Bounds(
     every, (250, 14, -14, 4_000), lost=4_000 / 250, in_a_row=1
   ),
-  "sparse gradients of any period": Bounds(every, (PERIODS, -14.0), lost=10),
+  "sparse gradients": Bounds(every, (PERIODS, -14.0, ZERO, 8_000), lost=10),
   "a drop or rise": Bounds(drop_or_rise, (-14, FEW_LEVELS), in_a_row=128),
   "a drop or rise, and NaNs": Bounds(
     drop_or_rise, (10, FEW_LEVELS, 3, NAN), in_a_row=128
@@ -110,6 +110,11 @@ QUICK = {
   "a change of sparse gradients": Bounds(change_of_sparse, (2,), in_a_row=512),
 }
 SLOW = {
+  "sparse gradients of any period": Bounds(
+    every,
+    ([3, 8, 80, 97, 128, 150, 200, 300, *PERIODS], -14.0),
+    lost=10,
+  ),
   **{
     f"{len(start)} bad steps, then any gradients": Bounds(
       start_with, (start, LEVELS, len(start) + 100), lost=39
@@ -278,9 +283,7 @@ SCALARS = {
 
 @pytest.mark.parametrize(
   "name",
-  mark_slow_params(
-    ["turns of 2**41", "the network rises by 20", "NaNs in every 2th"], SCALARS
-  ),
+  mark_slow_params(["turns of 2**41"], SCALARS),
 )
 def test_gradients_above_float16_lower_the_scale_only_by_overflows(name):
   start, net, scalar, lowest, last = SCALARS[name]
