@@ -4,7 +4,6 @@ An overflow strikes in the middle of each run.
 """
 
 import chex
-from helpers import mark_slow_params
 from helpers.bits import assert_same_bits
 from helpers.small_model import (
   init_params,
@@ -75,9 +74,8 @@ EXTRA = {
 }
 
 
-@pytest.mark.parametrize(
-  "name", mark_slow_params(["reduce_on_plateau"], INSIDE)
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INSIDE)
 def test_an_inner_transform_is_unchanged_by_an_overflow(name):
   inner, extra = INSIDE[name], EXTRA.get(name)
   tx = ols.with_loss_scaling(inner)
@@ -136,26 +134,20 @@ def test_lookahead_keeps_fast_and_slow_params_through_an_overflow():
 # Transforms outside of the scaler, and why they belong inside.
 
 
-@pytest.mark.parametrize(
-  ("hiding", "value"),
-  [(optax.zero_nans(), jnp.nan), (optax.clip(1.0), jnp.inf)],
-  ids=["zero_nans", "clip"],
-)
-def test_cleaning_gradients_before_the_scaler_hides_overflows(hiding, value):
-  grads = {"w": np.float32([value, 1.0])}
-  params = {"w": np.float32([1.0, 1.0])}
-  before = optax.chain(hiding, ols.with_loss_scaling(optax.sgd(0.1)))
-  inside = ols.with_loss_scaling(optax.chain(hiding, optax.sgd(0.1)))
+def test_cleaning_gradients_before_the_scaler_hides_overflows():
+  grads = [np.float32([np.nan, np.inf])]
+  cleaning = optax.chain(optax.zero_nans(), optax.clip(1.0))
+  before = optax.chain(cleaning, ols.with_loss_scaling(optax.sgd(0.1)))
+  inside = ols.with_loss_scaling(optax.chain(cleaning, optax.sgd(0.1)))
   for tx, skips in [(before, 0), (inside, 1)]:
-    _, opt_state = jax.jit(tx.update)(grads, tx.init(params), params)
+    _, opt_state = jax.jit(tx.update)(grads, tx.init(grads))
     assert ols.get_loss_scale_state(opt_state).total_notfinite == skips
 
 
 def test_apply_if_finite_around_keeps_overflows_from_the_scaler():
   around = optax.apply_if_finite(ols.with_loss_scaling(optax.sgd(0.1)), 5)
-  params = init_params()
-  grads = jax.tree.map(lambda x: x * jnp.nan, params)
-  _, opt_state = jax.jit(around.update)(grads, around.init(params), params)
+  w = np.ones(2, np.float32)
+  _, opt_state = jax.jit(around.update)(w * np.nan, around.init(w), w)
   assert ols.get_loss_scale_state(opt_state).loss_scale == 2.0**15
 
 

@@ -23,9 +23,9 @@ from optax_lossscale import _select
 
 OLD = {"a": jnp.arange(8.0), "b": jnp.arange(8.0) + 10}
 GRADS = jnp.linspace(-1.0, 1.0, 8)
-PLAIN_OR_SLOW_JIT = [
+PLAIN_AND_JIT = [
   pytest.param(lambda f: f, id="plain"),
-  pytest.param(jax.jit, marks=pytest.mark.slow, id="jit"),
+  pytest.param(jax.jit, id="jit"),
 ]
 
 
@@ -49,7 +49,8 @@ def as_optimizer(update):
   )
 
 
-@pytest.mark.parametrize("jit", PLAIN_OR_SLOW_JIT)
+@pytest.mark.slow
+@pytest.mark.parametrize("jit", PLAIN_AND_JIT)
 def test_each_device_may_train_adam_separately_with_vma_types(jit):
   """There is no axis_name, so that the devices' flags differ."""
   adam = optax.adam(0.1)
@@ -111,11 +112,9 @@ def test_a_new_replicated_leaf_does_not_become_varying():
   np.testing.assert_allclose(updates, jnp.arange(8.0) * 28**2)
 
 
-@pytest.mark.parametrize(
-  "axis_type",
-  mark_slow_params([AxisType.Explicit], [AxisType.Auto, AxisType.Explicit]),
-)
-@pytest.mark.parametrize("jit", PLAIN_OR_SLOW_JIT)
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("jit", PLAIN_AND_JIT)
 def test_adam_on_sharded_arrays_keeps_shardings_as_bare_adam_does(
   axis_type, jit
 ):
@@ -195,7 +194,7 @@ def test_without_jit_the_plain_and_the_nested_update_are_equal():
   assert [e.primitive.name for e in jaxpr.eqns].count("select_n") == 2
 
 
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["plain", "jit"])
+@pytest.mark.parametrize("jit", PLAIN_AND_JIT)
 def test_no_device_select_is_placed_between_host_operations(jit):
   jaxpr = make_select_jaxpr(
     lambda g, s, params=None: on_host.run_on_host(jit(ordinary))(g, s)

