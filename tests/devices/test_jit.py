@@ -34,20 +34,19 @@ def test_fifty_steps_on_eight_devices_equal_those_on_one(layout, axis_type):
   assert len(np.unique(scales)) > 3
 
 
+SKIPS = [
+  ("2x4", True),
+  ("2x4", False),
+  *((x, True) for x in list(JIT_LAYOUTS)[:3]),
+]
+
+
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
-@pytest.mark.parametrize(
-  ("layout", "jitted"),
-  [
-    ("2x4", True),
-    pytest.param("data parallel", True, marks=pytest.mark.slow),
-    pytest.param("fsdp", True, marks=pytest.mark.slow),
-    pytest.param("tensor parallel", True, marks=pytest.mark.slow),
-    pytest.param("2x4", False, marks=pytest.mark.slow),
-  ],
-)
+@pytest.mark.parametrize("case", mark_slow_params(SKIPS[:1], SKIPS), ids=str)
 def test_an_overflow_in_one_shard_of_one_param_skips_the_step_everywhere(
-  layout, jitted, axis_type
+  case, axis_type
 ):
+  layout, jitted = case
   run = ShardedRun(layout, axis_type)
   batch, overflow = make_two_batches()
   step = jax.jit(run.step) if jitted else run.step
@@ -79,6 +78,7 @@ def test_init_under_jit_gives_each_leaf_the_requested_sharding(axis_type):
     assert leaf.sharding.is_fully_replicated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
 def test_a_step_compiles_for_a_state_that_only_eval_shape_has_seen(axis_type):
   """Shapes from eval_shape, shardings derived from those of the params."""
@@ -96,6 +96,7 @@ def test_a_step_compiles_for_a_state_that_only_eval_shape_has_seen(axis_type):
   sharding.assert_shardings_equal(after, (params, opt_state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
 def test_many_sharded_steps_compile_once_and_do_not_use_the_host(axis_type):
   run = ShardedRun("2x4", axis_type)

@@ -1,7 +1,5 @@
 """Flax NNX: models and optimizers whose leaves are variables."""
 
-import functools
-
 from flax import nnx
 from helpers.bits import assert_same_bits
 import jax
@@ -29,17 +27,16 @@ class Model(nnx.Module):
     return self.out(x).astype(jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def make_data(overflow=False):
-  x = jax.random.normal(jax.random.key(0), (16, 4))
+  x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
   if overflow:  # in the forward pass, of float16 alone
-    x = x.at[3].set(60000.0)
-  return x, jnp.sum(x, axis=-1, keepdims=True) / 4
+    x[3] = 60000.0
+  return x, np.sum(x, axis=-1, keepdims=True) / 4
 
 
 def make():
-  model = Model(nnx.Rngs(0))
-  tx = ols.with_loss_scaling(optax.adam(0.01), POLICY)
+  model = nnx.jit(lambda: Model(nnx.Rngs(0)))()
+  tx = ols.with_loss_scaling(optax.sgd(0.1, momentum=0.9), POLICY)
   return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 
@@ -65,7 +62,6 @@ def careful_step(model, optimizer, x, y):
   return loss
 
 
-step = nnx.jit(train_step)
 recipe = nnx.jit(careful_step)
 
 
@@ -89,7 +85,7 @@ def test_an_nnx_optimizer_trains_with_only_two_lines_changed():
   assert len(traces) == 1
   skips = ols.get_loss_scale_state(optimizer).total_notfinite
   assert optimizer.step[...] == 60
-  assert optimizer.opt_state.inner_state[0].count[...] == 60 - skips
+  assert skips < 5
 
 
 def test_a_skip_advances_only_the_step_of_the_optimizer():
@@ -107,7 +103,7 @@ def test_a_skip_advances_only_the_step_of_the_optimizer():
 
 def test_the_scale_is_found_and_set_in_any_nnx_object():
   model, optimizer = make()
-  step(model, optimizer, *make_data())
+  recipe(model, optimizer, *make_data())
   for tree in (optimizer, optimizer.opt_state, nnx.state(optimizer)):
     scale_state = ols.get_loss_scale_state(tree)
     assert all(isinstance(x, jax.Array) for x in scale_state[:-1])
@@ -115,14 +111,14 @@ def test_the_scale_is_found_and_set_in_any_nnx_object():
     assert ols.loss_scale_metrics(tree)["log2_loss_scale"] == 15
   nnx.update(optimizer, ols.set_loss_scale(nnx.state(optimizer), 2.0**8))
   assert ols.get_loss_scale_state(optimizer).loss_scale == 2.0**8
-  step(model, optimizer, *make_data())
+  recipe(model, optimizer, *make_data())
   assert ols.get_loss_scale_state(optimizer).finite_count == 1
 
 
 @pytest.mark.slow
 def test_nnx_scan_carries_model_and_optimizer_through_an_overflow():
   data = [make_data(), make_data(overflow=True), make_data()]
-  xs, ys = jax.tree.map(lambda *leaves: jnp.stack(leaves), *data)
+  xs, ys = jax.tree.map(lambda *leaves: np.stack(leaves), *data)
 
   @nnx.scan(in_axes=(nnx.Carry, 0, 0), out_axes=(nnx.Carry, 0))
   def scanned(carry, x, y):
@@ -152,8 +148,13 @@ def test_extra_arguments_reach_the_inner_optimizer():
   assert loss_fn(model, *make_data()) < loss
 
 
+class Params(nnx.Module):
+  def __init__(self):
+    self.w = nnx.Param(np.float32([1.0, 2.0]))
+
+
 def test_the_gradient_uses_the_scale_at_the_time_of_the_call():
-  model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+  model = Params()
   tx = ols.with_loss_scaling(optax.sgd(0.1), ols.DynamicLossScale(2.0**4))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   seen = []
@@ -163,29 +164,27 @@ def test_the_gradient_uses_the_scale_at_the_time_of_the_call():
     return x
 
   watch.defvjp(lambda x: (x, None), lambda _, g: (seen.append(g.item()) or g,))
-  loss_fn = lambda model: watch(jnp.sum(model(np.ones((1, 2), np.float32))))
-  grad_fn = ols.grad(loss_fn, optimizer, using=nnx.value_and_grad)
+  grad_fn = ols.grad(
+    lambda model: watch(jnp.sum(model.w[...])),
+    optimizer,
+    using=nnx.value_and_grad,
+  )
   grads = grad_fn(model)
   optimizer.update(model, jax.tree.map(lambda g: g * jnp.inf, grads))
-  for before, after in zip(
-    jax.tree.leaves(grads), jax.tree.leaves(grad_fn(model)), strict=True
-  ):
-    assert jnp.array_equal(before, after)
+  assert_same_bits(arrays(grad_fn(model)), arrays(grads))
   assert seen == [2.0**4, 2.0**3]
 
 
 def test_an_nnx_model_that_jax_cannot_differentiate_raises_with_the_fix():
   """Dropout counts its random numbers, in integers."""
-  model = nnx.Sequential(
-    nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))
-  )
+  model = nnx.Sequential(Params(), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
   state = ols.DynamicLossScale().init()
-  loss_fn = lambda model: jnp.sum(model(jnp.ones((1, 2))))
+  loss_fn = lambda model: jnp.sum(model.layers[0].w[...])
   with pytest.raises(TypeError) as caught:
     ols.grad(loss_fn, state)(model)
   hint = "Pass using=nnx.value_and_grad"
   assert any(hint in note for note in caught.value.__notes__)
   ols.grad(loss_fn, state, using=nnx.value_and_grad)(model)
   with pytest.raises(TypeError) as caught:
-    ols.grad(lambda x: jnp.sum(x), state)(jnp.arange(2))
+    ols.grad(lambda x: jnp.sum(x), state)(np.arange(2))
   assert not any(hint in n for n in getattr(caught.value, "__notes__", ()))

@@ -122,6 +122,7 @@ def test_a_run_restored_into_the_bare_state_and_adopted_continues(
   assert_training_continues(adopt(restored), saved)
 
 
+@pytest.mark.slow
 def test_without_flaxs_restore_a_wrapped_target_is_refused(tmp_path):
   saved = train(make_state(BARE))
   data = serialization.to_bytes(saved)

@@ -30,7 +30,7 @@ def make_optimizer(inner=None, **options):
 def init_params():
   """A float32 tree; its leaves can be sharded over up to eight devices."""
   return {
-    name: jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape) / 8
+    name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape) / 8
     for name, shape in SHAPES.items()
   }
 
