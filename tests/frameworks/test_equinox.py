@@ -85,24 +85,11 @@ def make_step(tx):
   return step, traces
 
 
-@pytest.mark.slow
-def test_an_equinox_model_trains_with_only_two_lines_changed():
-  model, tx, opt_state = make(optax.sgd(0.1, momentum=0.9))
-  step, traces = make_step(tx)
-  (batch,) = make_batches(1)
-  losses = []
-  for _ in range(60):
-    model, opt_state, loss = step(model, opt_state, batch)
-    losses.append(loss)
-  assert losses[-1] < losses[0] / 2
-  assert len(traces) == 1
-
-
 def test_an_overflow_leaves_model_and_inner_state_bitwise_unchanged():
   model, tx, opt_state = make(optax.sgd(0.1, momentum=0.9))
   step, traces = make_step(tx)
   (batch,) = make_batches(1)
-  model, opt_state, _ = step(model, opt_state, batch)
+  model, opt_state, first_loss = step(model, opt_state, batch)
   after, after_state, loss = step(
     model, opt_state, make_overflowing_batch(batch)
   )
@@ -112,7 +99,8 @@ def test_an_overflow_leaves_model_and_inner_state_bitwise_unchanged():
   assert_same_bits(after_state.inner_state, opt_state.inner_state)
   assert ols.get_loss_scale_state(after_state).total_notfinite == 1
   assert after.name == "tiny" and after.steps_seen == 3
-  step(after, after_state, batch)
+  *_, last_loss = step(after, after_state, batch)
+  assert last_loss < first_loss
   assert len(traces) == 1
 
 
@@ -131,41 +119,15 @@ def test_filtered_gradients_equal_those_of_equinox():
   chex.assert_trees_all_close(grads, want, rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.slow
-def test_a_frozen_layer_is_filtered_out():
-  model, tx, _ = make(optax.sgd(0.1))
-  spec = jax.tree.map(lambda _: False, model)
-  spec = eqx.tree_at(lambda m: m.mlp.layers[-1].bias, spec, True)
-  diff, frozen = eqx.partition(model, spec)
-  opt_state = tx.init(diff)
-  (batch,) = make_batches(1)
-
-  def loss_of_bias(diff, batch):
-    return loss_fn(eqx.combine(diff, frozen), batch)
-
-  grads = ols.grad(loss_of_bias, opt_state, using=eqx.filter_value_and_grad)(
-    diff, batch
-  )
-  updates, _ = tx.update(grads, opt_state, diff)
-  assert len(jax.tree.leaves(updates)) == 1
-  after = eqx.combine(eqx.apply_updates(diff, updates), frozen)
-  assert loss_fn(after, batch) < loss_fn(model, batch)
-
-
-# The page on frameworks describes a model that is cast by hand.
-
-
-@pytest.mark.parametrize(
-  "using", [jax.value_and_grad, eqx.filter_value_and_grad]
-)
-def test_autocast_may_decorate_the_loss(using):
+def test_autocast_may_decorate_the_loss():
+  """The page on frameworks describes a model that is cast by hand."""
   loss_fn = lambda w: (w.astype(jnp.float16) ** 2).astype(jnp.float32)
   state = ols.FixedLossScale(2.0**10).init()
-  decorated = using(loss_fn)
-  plain = inspect.unwrap(decorated)
-  assert plain is loss_fn
-  fun = ols.value_and_grad(plain, state, using=using)
-  assert fun(jnp.float32(3)) == (9, 6)
+  for using in jax.value_and_grad, eqx.filter_value_and_grad:
+    plain = inspect.unwrap(using(loss_fn))
+    assert plain is loss_fn
+    fun = ols.value_and_grad(plain, state, using=using)
+    assert fun(np.float32(3)) == (9, 6)
 
 
 # Differential equations, with Diffrax's default adjoint under `vmap`.
