@@ -12,7 +12,9 @@ import pytest
 import optax_lossscale as ols
 
 NAN, INF = float("nan"), float("inf")
-NOT_NUMBERS = [None, "8", True, [8.0], np.ones(2), 1j, jnp.bool_(True), object]
+TX, STATE = optax.sgd(1.0), ols.FixedLossScale(8.0).init()
+SCALED = ols.with_loss_scaling(TX)
+NOT_NUMBERS = ["8", True, [8.0], np.ones(2), 1j, jnp.bool_(True), object]
 
 
 def get_message(error, call):
@@ -21,24 +23,40 @@ def get_message(error, call):
   return str(info.value)
 
 
-@pytest.mark.parametrize(
-  "name, values",
-  [
-    ("init_scale", [0, -1.0, NAN, INF, 2.0**127, 2.0**-127, 10**400]),
-    ("min_scale", [0, -1.0, NAN, INF, 2.0**127, 1e-45]),
-    ("max_scale", [0, -1.0, NAN, INF, 2.0**127]),
-    ("growth_factor", [1, 1.0, 0.5, 0, -2, NAN, INF, 1 + 2**-24]),
-    ("backoff_factor", [1, 1.0, 0.0, -0.5, 2, NAN, INF, 1 - 2**-25]),
-    ("growth_interval", [0, -1, 1.5, NAN, INF, 2**31]),
-    ("hysteresis", [0, -1, 1.5, NAN, INF, 2**31]),
-  ],
-)
-def test_dynamic_names_the_hyperparameter_and_quotes_its_value(name, values):
-  for error, wrong in {ValueError: values, TypeError: NOT_NUMBERS}.items():
+SCALES = [0, -1.0, NAN, INF, 2.0**127]
+OUT_OF_RANGE = {
+  "init_scale": [*SCALES, 2.0**-127, 10**400],
+  "min_scale": [*SCALES, 1e-45],
+  "max_scale": SCALES,
+  "growth_factor": [1, 1.0, 0.5, 0, -2, NAN, INF, 1 + 2**-24],
+  "backoff_factor": [1, 1.0, 0.0, -0.5, 2, NAN, INF, 1 - 2**-25],
+  "growth_interval": [0, -1, 1.5, NAN, INF, 2**31],
+  "hysteresis": [0, -1, 1.5, NAN, INF, 2**31],
+  "scale": SCALES,
+  "loss_scale": SCALES,
+  "value": SCALES,
+  "max_norm": [0.0, -1.0, NAN, INF, 2.0**-127, 2.0**128],
+}
+# What takes these arguments; the others are those of DynamicLossScale.
+TAKES = {
+  "scale": ols.FixedLossScale,
+  "loss_scale": lambda x: ols.with_loss_scaling(TX, x),
+  "value": lambda x: ols.set_loss_scale(STATE, x),
+  "max_norm": lambda x: ols.with_loss_scaling(TX, max_norm=x),
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_a_number_out_of_range_is_named_and_quoted(name):
+  make_dynamic = lambda value: ols.DynamicLossScale(**{name: value})
+  take = TAKES.get(name, make_dynamic)
+  not_numbers = NOT_NUMBERS if name == "max_norm" else [None, *NOT_NUMBERS]
+  for error, wrong in {
+    ValueError: OUT_OF_RANGE[name],
+    TypeError: not_numbers,
+  }.items():
     for value in wrong:
-      text = get_message(
-        error, lambda v=value: ols.DynamicLossScale(**{name: v})
-      )
+      text = get_message(error, lambda v=value: take(v))
       assert f"{name} must be" in text
       assert f"got {name} = {value!r}" in text
 
@@ -78,103 +96,67 @@ def test_an_integer_hyperparameter_may_have_a_float_type():
     assert ols.DynamicLossScale(growth_interval=value).growth_interval == 2
 
 
-@pytest.mark.parametrize(
-  "bounds",
-  [
-    {"init_scale": 0.5},
-    {"init_scale": 4.0, "max_scale": 2.0},
-    {"init_scale": 4.0, "min_scale": 8.0},
-  ],
-)
-def test_scales_out_of_order_are_refused(bounds):
-  text = get_message(ValueError, lambda: ols.DynamicLossScale(**bounds))
-  assert "min_scale <= init_scale <= max_scale" in text
-  for name, value in bounds.items():
-    assert f"{name} = {value}" in text
+# A function, arguments that it refuses, the error, and parts of its message.
+REFUSED = [
+  (
+    lambda bounds: ols.DynamicLossScale(**bounds),
+    [
+      {"init_scale": 0.5},
+      {"init_scale": 4.0, "max_scale": 2.0},
+      {"init_scale": 4.0, "min_scale": 8.0},
+    ],
+    ValueError,
+    ["min_scale <= init_scale <= max_scale"],
+  ),
+  (
+    lambda refill: ols.DynamicLossScale(hysteresis_refill=refill),
+    ["never", None, 1, "GROWTH"],
+    ValueError,
+    ["'growth', 'finite', 'backoff'", "{value!r}"],
+  ),
+  (
+    lambda loss_scale: ols.with_loss_scaling(TX, loss_scale),
+    [ols.DynamicLossScale, "static", {}],
+    TypeError,
+    [
+      "loss_scale must be a policy",
+      "'dynamic', 'headroom' or a positive number",
+      "{value!r}",
+    ],
+  ),
+  (
+    ols.with_loss_scaling,
+    [True, None, ols.FixedLossScale(1.0), 1e-3],
+    TypeError,
+    [
+      "inner must be an optimizer such as optax.adam(1e-3)",
+      "got inner = {value!r}",
+    ],
+  ),
+  (
+    ols.with_loss_scaling,
+    [optax.adam, optax.GradientTransformation],
+    TypeError,
+    ["got inner = {value!r}", "Call it to create the optimizer."],
+  ),
+  (
+    lambda inner: ols.with_loss_scaling(inner).init(np.ones(2)),
+    [SCALED, optax.chain(optax.clip(1.0), SCALED)],
+    ValueError,
+    [
+      "inner must be an optimizer without loss scaling",
+      "only once, as the outermost wrapper.",
+    ],
+  ),
+]
 
 
-@pytest.mark.parametrize("refill", ["never", None, 1, "GROWTH"])
-def test_an_unknown_refill_is_refused_and_the_known_ones_are_named(refill):
-  text = get_message(
-    ValueError, lambda: ols.DynamicLossScale(hysteresis_refill=refill)
-  )
-  assert "'growth', 'finite', 'backoff'" in text
-  assert repr(refill) in text
-
-
-@pytest.mark.parametrize(
-  "error, values, rule",
-  [
-    (
-      ValueError,
-      [0, -1.0, NAN, INF, 2.0**127],
-      " a number in [2**-126, 2**126]",
-    ),
-    (TypeError, NOT_NUMBERS, ""),
-  ],
-)
-def test_an_invalid_scale_is_refused_by_every_function(error, values, rule):
-  state = ols.FixedLossScale(1.0).init()
-  for name, call in {
-    "scale": ols.FixedLossScale,
-    "loss_scale": lambda value: ols.with_loss_scaling(optax.sgd(1.0), value),
-    "value": lambda value: ols.set_loss_scale(state, value),
-  }.items():
-    for value in values:
-      text = get_message(error, lambda v=value, c=call: c(v))
-      assert f"{name} must be{rule}" in text
-      assert f"got {name} = {value!r}" in text
-
-
-@pytest.mark.parametrize("value", [ols.DynamicLossScale, "static", {}])
-def test_a_class_or_an_unknown_string_is_not_a_policy(value):
-  text = get_message(
-    TypeError, lambda: ols.with_loss_scaling(optax.sgd(1.0), value)
-  )
-  assert "loss_scale must be a policy" in text
-  assert "'dynamic', 'headroom' or a positive number" in text
-  assert repr(value) in text
-
-
-@pytest.mark.parametrize(
-  "inner, hint",
-  [
-    (True, ""),
-    (None, ""),
-    (optax.adam, "Call it to create the optimizer."),
-    (optax.GradientTransformation, "Call it to create the optimizer."),
-    (ols.FixedLossScale(1.0), ""),
-    (1e-3, ""),
-  ],
-)
-def test_an_argument_other_than_an_optimizer_is_refused(inner, hint):
-  text = get_message(TypeError, lambda: ols.with_loss_scaling(inner))
-  assert "inner must be an optimizer such as optax.adam(1e-3)" in text
-  assert f"got inner = {inner!r}" in text
-  assert hint in text
-
-
-def test_max_norm_must_be_a_normal_positive_number():
-  for error, values in {
-    ValueError: [0.0, -1.0, NAN, INF, 2.0**-127, 2.0**128],
-    TypeError: [True, "1"],
-  }.items():
-    for value in values:
-      text = get_message(
-        error,
-        lambda v=value: ols.with_loss_scaling(optax.sgd(1.0), max_norm=v),
-      )
-      assert "max_norm must be a number" in text
-      assert f"got max_norm = {value!r}" in text
-
-
-def test_a_scaled_optimizer_is_not_wrapped_again():
-  scaled = ols.with_loss_scaling(optax.sgd(1.0))
-  for inner in (scaled, optax.chain(optax.clip(1.0), scaled)):
-    twice = ols.with_loss_scaling(inner)
-    text = get_message(ValueError, lambda t=twice: t.init(jnp.ones(2)))
-    assert "inner must be an optimizer without loss scaling" in text
-    assert "only once, as the outermost wrapper." in text
+@pytest.mark.parametrize("call, values, error, parts", REFUSED)
+def test_an_argument_that_is_refused_is_explained(call, values, error, parts):
+  for value in values:
+    text = get_message(error, lambda v=value: call(v))
+    for part in parts:
+      assert part.format(value=value) in text
 
 
 def test_update_says_how_to_adopt_the_state_of_a_bare_optimizer():
@@ -203,21 +185,22 @@ def test_update_says_how_to_adopt_the_state_of_a_bare_optimizer():
 def test_a_loss_that_cannot_be_scaled_is_refused(
   differentiate, loss, error, text
 ):
-  state = ols.FixedLossScale(1.0).init()
-  got = get_message(error, lambda: differentiate(lambda w: loss, state)(1.0))
+  got = get_message(error, lambda: differentiate(lambda w: loss, STATE)(1.0))
   assert "fun must return a" in got
   assert text in got
 
 
 @pytest.mark.parametrize("differentiate", [ols.value_and_grad, ols.grad])
-@pytest.mark.parametrize(
-  "out", [lambda w: w, lambda w: (w,), lambda w: (w, 1, 2), lambda w: {0: w}]
-)
-def test_has_aux_without_a_pair_is_refused(differentiate, out):
-  state = ols.FixedLossScale(1.0).init()
-  fun = differentiate(out, state, has_aux=True)
-  text = get_message(TypeError, lambda: fun(jnp.float32(1)))
-  assert "fun must return a pair (loss, aux) when has_aux=True" in text
+def test_has_aux_without_a_pair_is_refused(differentiate):
+  for out in [
+    lambda w: w,
+    lambda w: (w,),
+    lambda w: (w, 1, 2),
+    lambda w: {0: w},
+  ]:
+    fun = differentiate(out, STATE, has_aux=True)
+    text = get_message(TypeError, lambda f=fun: f(np.float32(1)))
+    assert "fun must return a pair (loss, aux) when has_aux=True" in text
 
 
 def loss_of(w):
@@ -239,7 +222,7 @@ def loss_of(w):
 def test_a_function_without_a_loss_may_be_differentiated_already(
   differentiate, fun
 ):
-  fun = differentiate(fun, ols.FixedLossScale(8.0).init())
+  fun = differentiate(fun, STATE)
   text = get_message((TypeError, ValueError), lambda: fun(jnp.ones(2)))
   assert "fun must return a scalar loss, got" in text
   assert "If fun is already differentiated" in text
@@ -248,7 +231,7 @@ def test_a_function_without_a_loss_may_be_differentiated_already(
 
 def test_the_error_does_not_suggest_has_aux_if_it_is_set():
   fun = lambda w: ((loss_of(w), w), w)
-  fun = ols.value_and_grad(fun, ols.FixedLossScale(8.0).init(), has_aux=True)
+  fun = ols.value_and_grad(fun, STATE, has_aux=True)
   text = get_message(TypeError, lambda: fun(jnp.ones(2)))
   assert "fun must return a scalar loss, got tuple" in text
   assert "pass has_aux" not in text
@@ -258,14 +241,14 @@ def test_an_energy_with_forces_is_differentiated_again():
   def energy(params, positions):
     return jnp.sum(params * positions**2)
 
-  state, w = ols.FixedLossScale(8.0).init(), jnp.array([1.0, 2.0])
+  w = np.float32([1.0, 2.0])
   for argnums, aux in {1: [4, 8], (1,): ([4, 8],)}.items():
     fun = jax.value_and_grad(energy, argnums)
-    differentiated = jax.jit(ols.value_and_grad(fun, state, has_aux=True))
+    differentiated = jax.jit(ols.value_and_grad(fun, STATE, has_aux=True))
     (loss, forces), grads = differentiated(w, np.float32([2.0, 2.0]))
     assert jax.tree.map(lambda x: x.tolist(), forces) == aux
     assert (loss, grads.tolist()) == (12, [4, 4])
-  slope = ols.grad(jax.grad(lambda w: w**3), state)
+  slope = ols.grad(jax.grad(lambda w: w**3), STATE)
   assert slope(jnp.float32(2)) == 12
 
 
@@ -274,25 +257,21 @@ def test_missing_and_swapped_arguments_raise_an_error_with_the_expected_ones(
   differentiate,
 ):
   """The most common mistakes: swapped arguments, or params as the state."""
-  loss_fn, state = lambda w: w, ols.FixedLossScale(1.0).init()
-  params = {"w": jnp.ones(2)}
+  params = {"w": np.ones(2)}
   for error, expected, call in [
-    (TypeError, "fun must be a function, got fun = 3.0", (3.0, state)),
-    (TypeError, "fun must be a function", (state, loss_fn)),
+    (TypeError, "fun must be a function, got fun = 3.0", (3.0, STATE)),
+    (TypeError, "fun must be a function", (STATE, loss_of)),
     (
       ValueError,
       "state must hold a loss-scale state, got a dict",
-      (loss_fn, params),
+      (loss_of, params),
     ),
   ]:
     assert expected in get_message(error, lambda c=call: differentiate(*c))
-  text = get_message(
-    TypeError, lambda: differentiate(loss_fn, state, using="jax")
-  )
+  call = lambda: differentiate(loss_of, STATE, using="jax")
+  text = get_message(TypeError, call)
   assert "using must be a function like jax.value_and_grad" in text
-  text = get_message(
-    ValueError, lambda: ols.scale_loss(state, jnp.float32(1.0))
-  )
+  text = get_message(ValueError, lambda: ols.scale_loss(STATE, np.float32(1)))
   assert "state must hold a loss-scale state" in text
 
 
@@ -300,13 +279,12 @@ LARGE = {"w": jnp.ones((100, 100))}, [0.1] * 100
 
 
 def test_values_longer_than_a_line_are_shown_by_their_type():
-  tx, state = optax.sgd(1.0), ols.FixedLossScale(1.0).init()
   for name, call in {
     "fun": lambda x: ols.value_and_grad(x, loss_of),
     "inner": ols.with_loss_scaling,
-    "loss_scale": lambda x: ols.with_loss_scaling(tx, x),
-    "policy": lambda x: ols.loss_scale_metrics(state, policy=x),
-    "value": lambda x: ols.set_loss_scale(state, x),
+    "loss_scale": lambda x: ols.with_loss_scaling(TX, x),
+    "policy": lambda x: ols.loss_scale_metrics(STATE, policy=x),
+    "value": lambda x: ols.set_loss_scale(STATE, x),
   }.items():
     text = get_message(TypeError, lambda c=call: c(LARGE))
     assert f"got {name} of type tuple." in text
@@ -330,22 +308,20 @@ def test_values_longer_than_a_line_are_shown_by_their_type():
 def test_passing_loss_arguments_as_argnums_raises_an_error_with_the_fix(
   differentiate, argnums
 ):
-  state = ols.FixedLossScale(1.0).init()
-  call = lambda: differentiate(loss_of, state, argnums, LARGE)
+  call = lambda: differentiate(loss_of, STATE, argnums, LARGE)
   text = get_message(TypeError, call)
   assert "argnums must be an integer or a sequence of integers, got" in text
   assert "Write value_and_grad(loss_fn, opt_state)(params, batch)." in text
 
 
 def test_argnums_may_be_any_integers_or_diff_states_of_flax_nnx():
-  state = ols.FixedLossScale(1.0).init()
   for argnums in (np.int64(1), jnp.int32(1), [1], (1,)):
-    fun = ols.grad(lambda x, w: x * loss_of(w), state, argnums)
+    fun = ols.grad(lambda x, w: x * loss_of(w), STATE, argnums)
     grads = jax.jit(fun)(1.0, 3.0)
     assert jax.tree.leaves(grads) == [6.0]
   loss_fn = lambda model: jnp.sum(model(jnp.ones((1, 2))))
   part = nnx.DiffState(0, nnx.PathContains("bias"))
-  fun = ols.grad(loss_fn, state, part, using=nnx.value_and_grad)
+  fun = ols.grad(loss_fn, STATE, part, using=nnx.value_and_grad)
   (grad,) = jax.tree.leaves(nnx.jit(fun)(nnx.Linear(2, 1, rngs=nnx.Rngs(0))))
   assert grad.tolist() == [1.0]
 
