@@ -47,9 +47,7 @@ ONLY_NEWEST = $(addprefix --ignore=tests/, \
 # And on the oldest: what counts the equations or the instructions of a step,
 # of which there are others, and Flax 0.12.0 earns a warning.
 ONLY_LATER = --ignore=tests/core/test_cost.py \
-  $(addprefix --deselect=tests/core/test_skips.py::, \
-    test_a_bad_entry_at_any_index_of_leaves_of_any_size_changes_no_bit \
-    test_subnormal_params_are_kept_or_flushed_as_the_pages_say) \
+  --deselect=tests/core/test_skips.py::test_subnormal_params_are_kept_or_flushed_as_the_pages_say \
   --deselect='tests/core/test_select.py::test_state_and_updates_from_one_inner_jaxpr_are_selected_after_it[scan]' \
   -W 'ignore:jax.:DeprecationWarning'
 # What can fail on the oldest for a reason of its own: the core, the parts that

@@ -1,5 +1,7 @@
 """Save and restore at any step; adopt the wrapper, and leave it again."""
 
+import itertools
+
 from flax import serialization
 from helpers import mark_slow_params
 from helpers.bits import assert_same_bits
@@ -10,8 +12,6 @@ from helpers.small_model import (
   make_overflowing_batch,
   make_step,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 import jax
 import numpy as np
 import optax
@@ -70,38 +70,36 @@ def run(request):
   return Run(POLICIES[request.param])
 
 
-overflow_strings = st.lists(st.booleans(), min_size=STEPS, max_size=STEPS)
-cuts = st.integers(0, STEPS)
+def resume_from_msgpack(carry, target, folder):
+  return serialization.from_bytes(target, serialization.to_bytes(carry))
 
 
-@pytest.mark.parametrize("cut", mark_slow_params([3], range(STEPS + 1)))
-def test_resumed_from_msgpack_equals_uninterrupted(run, cut):
+def resume_from_orbax(carry, target, folder):
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(folder / "state", carry)
+    checkpointer.wait_until_finished()
+    shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, target)
+    return checkpointer.restore(folder / "state", shapes)
+
+
+CUTS = [
+  *itertools.product([resume_from_msgpack], range(STEPS + 1)),
+  *itertools.product([resume_from_orbax], [1, 3, 5]),
+]
+
+
+@pytest.mark.parametrize(
+  "case", mark_slow_params([(resume_from_msgpack, 3)], CUTS)
+)
+def test_a_resumed_run_equals_one_without_a_break(run, case, tmp_path):
+  resume, cut = case
   overflows = [False, True, False, False, True, True]
   states = run.states(overflows)
-  data = serialization.to_bytes(states[cut])
-  restored = serialization.from_bytes(run.start, data)
+  restored = resume(states[cut], run.start, tmp_path)
   assert_same_bits(restored, states[cut])
   resumed = run.states(overflows, restored, cut)
   assert_same_bits(resumed[-1], states[-1])
   assert run.traces == 1
-
-
-@pytest.mark.slow
-@settings(max_examples=4)
-@given(overflows=overflow_strings, cut=cuts)
-def test_resumed_from_orbax_equals_uninterrupted(
-  run, tmp_path_factory, overflows, cut
-):
-  states = run.states(overflows)
-  path = tmp_path_factory.mktemp("orbax") / "state"
-  with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(path, states[cut])
-    checkpointer.wait_until_finished()
-    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, run.start)
-    restored = checkpointer.restore(path, target)
-  assert_same_bits(restored, states[cut])
-  resumed = run.states(overflows, restored, cut)
-  assert_same_bits(resumed[-1], states[-1])
 
 
 def test_a_checkpoint_survives_a_change_of_policy():

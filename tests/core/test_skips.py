@@ -7,7 +7,7 @@ with it `optax.apply_updates`; the wrapper's -0.0 adds nothing.
 
 from typing import NamedTuple
 
-from helpers import mark_slow_params, optimizers
+from helpers import mark_slow_params
 from helpers.bits import has_same_bits
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ class Skip(NamedTuple):
   grads: str
   options: tuple[tuple[str, object], ...] = ()
   jitted: bool = True
+  size: int = 6
 
 
 SCALED = (("grads_are_scaled", True), ("max_norm", 1.0))
@@ -60,27 +61,36 @@ SKIPS = [
   Skip("momentum", "complex64", "complex64"),
   Skip("sgd", "float32", "float32", jitted=False),
   Skip("adam", "float32", "float16", SCALED, jitted=False),
+  # XLA's maximum on CPU loses a NaN in leaves of some 4,000 entries.
+  *(
+    Skip(optimizer, "float32", grads, options, size=size)
+    for optimizer in ("adam", "adafactor")
+    for grads in HALVES
+    for options in ((), SCALED)
+    for size in (4098, 1_000_002)
+  ),
 ]
 
 
-def make_tree(dtype):
+def make_tree(dtype, size):
   """Leaves with zeros of both signs among their entries."""
-  w = [[1.0, -2.0, 0.5], [-0.0, 0.0, 4.0]]
-  return {"w": np.array(w, dtype), "b": np.array([-0.0, 3.0], dtype)}
+  w = np.tile([[1.0, -2.0, 0.5], [-0.0, 0.0, 4.0]], (1, size // 6))
+  return {"w": w.astype(dtype), "b": np.array([-0.0, 3.0], dtype)}
 
 
-def insert_bad(tree, bad, leaf):
+def insert_bad(tree, bad, leaf, index):
   tree = jax.tree.map(np.array, tree)
-  tree[leaf].reshape(-1)[-1] = bad
+  tree[leaf].reshape(-1)[index] = bad
   return tree
 
 
 @pytest.mark.parametrize("skip", mark_slow_params(QUICK, SKIPS), ids=str)
 def test_a_skipped_step_changes_no_bit_and_no_type(skip):
   tx = ols.with_loss_scaling(OPTIMIZERS[skip.optimizer], **dict(skip.options))
-  params = make_tree(skip.params)
+  params = make_tree(skip.params, skip.size)
   grads = jax.tree.map(
-    lambda x: (x * 0.25 + 0.5).astype(skip.grads), make_tree(skip.grads)
+    lambda x: (x * 0.25 + 0.5).astype(skip.grads),
+    make_tree(skip.grads, skip.size),
   )
   traces = []
 
@@ -92,8 +102,9 @@ def test_a_skipped_step_changes_no_bit_and_no_type(skip):
   step = jax.jit(step) if skip.jitted else step
   state = tx.init(params)
   params, _, state = step(grads, state, jax.tree.map(jnp.asarray, params))
-  for bad, leaf in zip(BAD, ("w", "b", "w"), strict=True):
-    new, updates, skipped = step(insert_bad(grads, bad, leaf), state, params)
+  middle = skip.size // 2
+  for case in (np.nan, "w", 0), (np.inf, "b", -1), (-np.inf, "w", middle):
+    new, updates, skipped = step(insert_bad(grads, *case), state, params)
     assert has_same_bits(new, params)
     assert has_same_bits(skipped.inner_state, state.inner_state)
     for x in map(np.asarray, jax.tree.leaves(updates)):
@@ -132,89 +143,6 @@ def test_a_nonfinite_entry_in_any_of_many_arrays_skips_the_step(case):
     updates, after = update(grads, state)
     assert not after.loss_scale_state.last_finite
     assert all((np.asarray(u) == 0).all() for u in updates)
-
-
-ALL = optimizers.get_all_factories()
-LEAVES = ["first", "middle", "zlast"]
-# The shapes of the three leaves; some optimizers factorize matrices. All of
-# Optax's optimizers skip steps in test_optax_battery.py.
-SHAPES = {
-  "small": [(6, 4)] * 3,
-  "large": [(1001, 1000)] * 3,
-  "mixed": [(1,), (10_000_000,), (4097,)],
-  "medium": [(1,), (200_003,), (4097,)],
-}
-
-
-def make_leaf(shape, dtype):
-  x = np.linspace(-1, 1, np.prod(shape), dtype=dtype)
-  x[:1] = 0.0
-  x[1:2] = -0.0
-  return x.reshape(shape)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
-@pytest.mark.parametrize(
-  "name, dtype, shapes",
-  [
-    pytest.param("optax.adam", "float32", "medium", marks=pytest.mark.slow),
-    *(
-      pytest.param(name, dtype, shapes, marks=pytest.mark.nightly)
-      for name in ("optax.adam", "optax.adafactor", "optax.contrib.muon")
-      for dtype in ("float16", "bfloat16", "float32", "float64")
-      for shapes in ("small", "large", "mixed")
-    ),
-  ],
-)
-def test_a_bad_entry_at_any_index_of_leaves_of_any_size_changes_no_bit(
-  name, dtype, shapes
-):
-  with jax.enable_x64(dtype == "float64"):
-    check_skips(name, SHAPES[shapes], dtype)
-
-
-def check_skips(name, shapes, dtype):
-  """Each kind of bad entry, at nine indices in turn, changes nothing."""
-  factory, kwargs = ALL[name]
-  tx = ols.with_loss_scaling(factory(**kwargs))
-  param_dtype = "float64" if dtype == "float64" else "float32"
-  params = {
-    name: jnp.asarray(make_leaf(shape, param_dtype) + i)
-    for i, (name, shape) in enumerate(zip(LEAVES, shapes, strict=True))
-  }
-
-  @jax.jit
-  def step(params, state, grads, leaf_number, where, value):
-    # The bad entry is put in here, so that nothing is compiled again.
-    grads = {
-      name: grad.reshape(-1)
-      .at[jnp.where(leaf_number == i, where, grad.size)]
-      .set(value, mode="drop")
-      .reshape(grad.shape)
-      for i, (name, grad) in enumerate(grads.items())
-    }
-    value = optimizers.sum_of_squares(params)
-    updates, new_state = optimizers.update(
-      name, tx, value, grads, state, params
-    )
-    return optax.apply_updates(params, updates), new_state
-
-  grads = jax.tree.map(lambda x: (np.asarray(x) * 0.5 + 0.25).astype(dtype),
-                       params)  # fmt: skip
-  start, state = params, tx.init(params)
-  for _ in range(2):  # The first step of some only fills their state.
-    params, state = step(params, state, grads, -1, 0, 0.0)
-  assert not has_same_bits(params, start)
-  assert state.loss_scale_state.last_finite
-  for value in BAD:
-    for leaf, leaf_name in enumerate(LEAVES):
-      size = params[leaf_name].size
-      for where in (0, size // 2, size - 1):
-        new, after = step(params, state, grads, leaf, where, value)
-        assert has_same_bits(
-          (new, after.inner_state), (params, state.inner_state)
-        ), (value, leaf_name, where)
-        assert after.loss_scale_state.total_notfinite == 1
 
 
 # Subnormal parameters: the sentences that the pages say.

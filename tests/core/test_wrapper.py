@@ -126,16 +126,6 @@ def test_unscaling_rounds_a_gradient_once():
     )
 
 
-@pytest.mark.parametrize("scaled, factor", [(True, 0.25), (False, 1.0)])
-def test_float64_gradients_keep_their_precision_and_range(scaled, factor):
-  with jax.enable_x64(True):
-    tx = ols.with_loss_scaling(optax.sgd(-1.0), 4.0, grads_are_scaled=scaled)
-    grads = np.array([1 + 2.0**-50, 1e300])
-    updates, state = run_step(tx, grads)
-    assert updates.tolist() == [factor * (1 + 2.0**-50), factor * 1e300]
-    assert state.loss_scale_state.last_finite
-
-
 FLOAT64 = list(
   itertools.product(
     ["float64", "complex128"], [None, 1e6, 0.5], [jax.jit, lambda fun: fun]
@@ -143,18 +133,22 @@ FLOAT64 = list(
 )
 
 
-@pytest.mark.parametrize("case", mark_slow_params(FLOAT64[4:5], FLOAT64))
+@pytest.mark.parametrize(
+  "case", mark_slow_params([FLOAT64[0], FLOAT64[4]], FLOAT64)
+)
 def test_update_unscales_float64_as_exactly_as_unscale_grads(case):
   """By a scale whose reciprocal float32 rounds."""
   dtype, max_norm, jit = case
   with jax.enable_x64(True):
     scaled = np.linspace(1, 10, 101).astype(dtype)
+    if max_norm is None:
+      scaled[0] = 1e300
     tx = ols.with_loss_scaling(
       optax.sgd(-1.0), 1000.0, grads_are_scaled=True, max_norm=max_norm
     )
     updates, _ = run_step(tx, scaled, jit=jit)
     expected = np.asarray(ols.unscale_grads(scaled, tx.init(scaled)))
-    clip = min(1.0, (max_norm or 1e6) / np.linalg.norm(expected))
+    clip = min(1.0, max_norm / np.linalg.norm(expected)) if max_norm else 1.0
     # The norm is float32.
     rtol = 1e-7 if clip < 1 else 0
     np.testing.assert_allclose(updates, expected * clip, rtol=rtol, atol=0)

@@ -1,15 +1,22 @@
 """shard_map, pmap and vmap: the axes are named, and all decide as one."""
 
 import functools
+import itertools
 
 from helpers import exact_model, mark_slow_params, sharding
 from helpers.bits import assert_same_bits
 from helpers.devices import require_devices
 from helpers.policy_models import AmaxRecorder
-from helpers.sharded_runs import SHARD_MAP_LAYOUTS, ShardMapRun
+from helpers.sharded_runs import (
+  JIT_LAYOUTS,
+  SHARD_MAP_LAYOUTS,
+  ShardedRun,
+  ShardMapRun,
+)
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
@@ -27,21 +34,29 @@ mapped_axes = pytest.mark.parametrize(
 )
 
 
+RUNS = [
+  *itertools.product(
+    [ShardedRun], JIT_LAYOUTS, [AxisType.Auto, AxisType.Explicit]
+  ),
+  *itertools.product([ShardMapRun], SHARD_MAP_LAYOUTS, [True, False]),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("layout", SHARD_MAP_LAYOUTS)
-def test_fifty_steps_under_shard_map_equal_those_on_one_device(
-  layout, check_vma
+@pytest.mark.parametrize("make_run, layout, option", RUNS)
+def test_fifty_steps_on_eight_devices_equal_those_on_one(
+  make_run, layout, option
 ):
-  run = ShardMapRun(layout, check_vma)
+  """With sharded jit, and with shard_map with and without check_vma."""
+  run = make_run(layout, option)
   batches, finite = exact_model.make_batches(STEPS)
   params, opt_state, scales = run.train(batches)
-  assert_same_bits(
-    (params, opt_state, scales), exact_model.train_on_one_device(STEPS)
-  )
+  expected = exact_model.train_on_one_device(STEPS)
+  assert_same_bits((params, opt_state, scales), expected)
   sharding.assert_replicas_equal((params, opt_state))
   state = ols.get_loss_scale_state(opt_state)
   assert state.total_notfinite == np.sum(~finite) > 5
+  assert len(np.unique(scales)) > 3
 
 
 @without_check_vma
@@ -184,24 +199,6 @@ def test_without_an_axis_name_each_replica_decides_separately(mapped):
   grads[3, 1] = np.inf
   _, state = map_over_axis(mapped, lambda g: tx.update(g, tx.init(g)))(grads)
   assert np.sum(state.loss_scale_state.last_finite) == 7
-
-
-@pytest.mark.slow
-def test_vmapped_seeds_have_a_scale_and_a_flag_each():
-  tx = exact_model.make_optimizer()
-  step = functools.partial(exact_model.train_step, tx)
-  train = jax.jit(lambda *args: exact_model.train(step, *args))
-  seeds = [exact_model.make_batches(STEPS, seed)[0] for seed in range(4)]
-  params = exact_model.init_params()
-  start = params, tx.init(params)
-  together = jax.vmap(train, in_axes=(None, None, 0))(
-    *start, jax.tree.map(lambda *x: np.stack(x), *seeds)
-  )
-  skips = together[1].loss_scale_state.total_notfinite
-  assert len(np.unique(skips)) > 1
-  for i, batches in enumerate(seeds):
-    member = jax.tree.map(lambda x, i=i: x[i], together)
-    assert_same_bits(member, train(*start, batches))
 
 
 def update_on_8_devices(tx, grads, check_vma, spec=SHARDED, **extra):

@@ -1,6 +1,5 @@
 """The rules, against a plain Python model and as sentences."""
 
-import dataclasses
 import re
 
 from helpers import ROOT
@@ -139,42 +138,6 @@ def test_a_restored_count_at_or_above_the_interval_grows_at_once(count):
   policy = ols.DynamicLossScale(1.0, growth_interval=3)
   state = policy.init()._replace(finite_count=jnp.int32(count))
   assert run_scales(policy, "FFFF", state) == [2, 2, 2, 4]
-
-
-NON_DEFAULTS = {
-  "init_scale": 8.0,
-  "growth_factor": 4.0,
-  "backoff_factor": 0.25,
-  "growth_interval": 2,
-  "min_scale": 4.0,
-  "max_scale": 8.0,
-  "hysteresis": 2,
-  "hysteresis_refill": "backoff",
-}
-
-
-@pytest.mark.parametrize("name", NON_DEFAULTS)
-def test_every_hyperparameter_acts_after_jit_scan_and_a_checkpoint(name):
-  """jmp's minimum is lost in its flatten, and returns to 1 after jit."""
-  base = {"init_scale": 8.0, "growth_interval": 3, "hysteresis": 3}
-  base.update(max_scale=2.0**20, hysteresis_refill="growth")
-  default = ols.DynamicLossScale(**base)
-  changed = ols.DynamicLossScale(**(base | {name: NON_DEFAULTS[name]}))
-  if name == "init_scale":
-    default = dataclasses.replace(default, init_scale=16.0)
-  string = "FFFFFFTTTTTTTTFTTFTTTTTTTTFFFFF"
-  cut = 7
-  expected = []
-  model = Model(changed)
-  for c in string:
-    model.step(c == "F")
-    expected.append(model.scale)
-
-  head = run_policy(changed, [c == "F" for c in string[:cut]])
-  last = jax.tree.map(lambda x: x[-1], head)
-  got = head.loss_scale.tolist() + run_scales(changed, string[cut:], last)
-  assert got == expected
-  assert got != run_scales(default, string)
 
 
 def test_a_custom_policy_may_define_min_scale():

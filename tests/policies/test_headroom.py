@@ -5,7 +5,6 @@ The steps that it loses in long runs are in test_starving.py.
 
 import math
 
-from helpers import mark_slow_params, sharding
 from helpers.benchmark import load_benchmark
 from helpers.bits import has_same_bits
 from helpers.policy_models import run_policy
@@ -13,8 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
@@ -239,12 +236,12 @@ def test_repeated_nans_keep_the_scale_as_low_as_the_docs_say(every):
   assert under.max() <= 31
 
 
-@pytest.mark.parametrize("every", mark_slow_params([2], [2, 100, 500]))
-def test_repeated_nans_do_not_lower_the_scale_permanently(every):
-  amaxes = ([2.0**-14] * (every - 1) + [None]) * 80
-  log2_scale = np.array(log2_scales(POLICY, amaxes, make_settled_state()))
+def test_repeated_nans_do_not_lower_the_scale_permanently():
+  log2_scale = np.array(
+    log2_scales(POLICY, [2.0**-14, None] * 80, make_settled_state())
+  )
   assert log2_scale.min() >= 25 - 25
-  assert log2_scale[-26 * every :].max() >= (8 if every == 2 else 25)
+  assert log2_scale[-52:].max() >= 8
 
 
 def test_a_limit_is_never_where_the_largest_gradient_would_be_subnormal():
@@ -394,24 +391,6 @@ def test_a_traced_history_length_is_refused_with_the_reason():
 @pytest.mark.parametrize("dtype", ["float16", np.float16, np.dtype("float16")])
 def test_policies_are_equal_for_every_spelling_of_their_dtype(dtype):
   assert ols.HeadroomLossScale(dtype=dtype) == POLICY
-
-
-# Through the optimizer, as it is used.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_sharded_jit_changes_the_scale_as_one_device_does(kind):
-  tx = ols.with_loss_scaling(optax.sgd(1.0), POLICY)
-  update, direction = jax.jit(tx.update), jnp.linspace(-1, 0.5, 16)
-  mesh = sharding.make_mesh((8,), ("data",), kind)
-  alone = together = tx.init(direction)
-  for amax in (2.0**-20, 2.0**-12, NAN, 2.0**-12, 0.0, 2.0**3, INF, 2.0**-9):
-    _, alone = update(amax * direction, alone)
-    with jax.set_mesh(mesh):
-      grads = jax.device_put(amax * direction, P("data"))
-      _, together = update(grads, together)
-    assert has_same_bits(together, alone)
 
 
 def test_traced_bounds_are_those_of_the_powers_of_two_within():
