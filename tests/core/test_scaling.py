@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import itertools
 import linecache
 import threading
 import warnings
@@ -38,25 +37,16 @@ def test_unscale_undoes_scale_bit_for_bit_at_every_power_of_two():
     assert has_same_bits(got, g), k
 
 
-@pytest.mark.parametrize(
-  "scale", mark_slow_params([2.0**17], [2.0**15, 2.0**17])
-)
-def test_the_loss_is_exact_and_in_its_own_dtype_whatever_the_scale(scale):
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_the_loss_is_exact_and_in_its_own_dtype_whatever_the_scale(dtype):
   """3 * 2**15 is no float16: Flax reports inf on a step that it applies."""
-
-  @jax.jit
-  def compute_losses(w):
-    return [
-      ols.value_and_grad(lambda w: (w * 3).astype(x), make_state(scale))(w)[0]  # noqa: B023
-      for x in dtypes
-    ]
-
-  dtypes = ["float16", "bfloat16", "float32"]
+  fun = lambda w: (w * 3).astype(dtype)
   with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    losses = compute_losses(np.float32(1))
-  assert [loss.dtype for loss in losses] == dtypes
-  assert losses == [3.0] * 3
+    for scale in (2.0**15, 2.0**17):
+      differentiated = ols.value_and_grad(fun, make_state(scale))
+      loss, _ = differentiated(np.float32(1.0))
+      assert (loss, loss.dtype) == (3.0, dtype)
 
 
 def test_a_float64_loss_keeps_its_precision():
@@ -97,14 +87,6 @@ def call_jax():
   return differentiated(jnp.float16(1))  # the line
 
 
-def call_jax_in_a_scan_under_jit():
-  def body(w, _):
-    grad = ols.grad(float16_loss, make_state(2.0))(w)  # the line
-    return grad.astype(w.dtype), None
-
-  return jax.jit(lambda w: jax.lax.scan(body, w, length=2))(jnp.float16(1))
-
-
 def call_what_jit_made():
   differentiated = ols.value_and_grad(float16_loss, make_state(2.0))
   named = jax.named_scope("backward")(jax.vmap(differentiated))
@@ -143,7 +125,6 @@ def call_using_a_function_of_ones_own():
   "call",
   [
     call_jax,
-    call_jax_in_a_scan_under_jit,
     call_what_jit_made,
     call_what_nnx_jit_made,
     call_equinox,
@@ -287,30 +268,6 @@ def test_value_and_grad_forwards_its_keywords():
   )
   assert got["f"] == 6
   assert got["i"].dtype == jax.dtypes.float0
-
-
-@pytest.mark.parametrize("scale", mark_slow_params([0.7], [3.0, 1000.0, 0.7]))
-def test_a_scale_that_is_no_power_of_two_costs_rounding_alone(scale):
-  w = np.linspace(0.1, 5, 1000, dtype=np.float32)
-  cubes = lambda w: jnp.sum(w**3)
-  expected = jax.jit(jax.grad(cubes))(w)
-  got = jax.jit(ols.grad(cubes, make_state(scale)))(w)
-  np.testing.assert_allclose(got, expected, rtol=5e-7)
-
-
-def test_a_gradient_of_a_gradient_sees_the_scale_once():
-  """A gradient penalty: the inner gradient is of the unscaled function."""
-
-  def critic(w, x):
-    return jnp.sum(w * x**2)
-
-  def penalty(w):
-    inner = jax.grad(critic, argnums=1)(w, jnp.float32(3.0))
-    return (inner - 1) ** 2
-
-  for scale, w in itertools.product([1.0, 2.0**15], [0.5, 2.0]):
-    got = jax.jit(ols.grad(penalty, make_state(scale)))(np.float32(w))
-    assert got == 2 * (6 * w - 1) * 6
 
 
 def scaled(x):

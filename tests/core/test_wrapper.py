@@ -189,22 +189,6 @@ def test_a_finite_scaled_gradient_that_unscales_to_inf_is_skipped(
   assert np.isfinite(new).all()
 
 
-def test_a_nan_from_the_optimizer_is_found_with_check_updates():
-  log = optax.stateless(lambda updates, params: jnp.log(updates))
-  inner = optax.chain(optax.trace(0.9), log)
-  w, bad = np.float32([1.0, 1.0]), np.float32([1.0, -1.0])
-  updates, _ = run_step(ols.with_loss_scaling(inner), bad, w)
-  assert np.isnan(updates[1])
-  tx = ols.with_loss_scaling(inner, check_updates=True)
-  start = tx.init(w)
-  new, state = make_step(tx)(bad, start, w)
-  assert has_same_bits(new, w)
-  assert has_same_bits(state.inner_state, start.inner_state)
-  assert state.loss_scale_state.total_notfinite == 1
-  _, state = make_step(tx)(w, state, w)
-  assert state.loss_scale_state.last_finite
-
-
 # The value of each update, and whether the dtype of the params has it.
 UPDATES = [
   ("float16", -1e6, False),  # becomes -inf
@@ -212,6 +196,7 @@ UPDATES = [
   ("float8_e4m3fn", 1e3, False),  # becomes NaN: the dtype has no inf
   ("bfloat16", 3.4028e38, False),  # rounds up to inf
   ("float32", 1e300, False),
+  ("float32", NAN, False),
   ("float64", 1e300, True),
 ]
 
@@ -236,6 +221,8 @@ def test_check_updates_checks_the_updates_in_the_dtype_of_the_params(case, jit):
     start = tx.init(w).inner_state
     assert has_same_bits(new.inner_state, start) == (not applied)
     assert has_same_bits(updates, np.full(3, value if applied else -0.0, dtype))
+    _, new = run_step(ols.with_loss_scaling(inner), w, w, jit)
+    assert new.loss_scale_state.last_finite  # The gradients alone are checked.
 
 
 FLAGS = [
@@ -377,12 +364,23 @@ def test_a_subclass_of_a_policy_receives_the_largest_gradient():
 MANY = [np.float32(0.1 * (-1) ** i * (i + 1) * np.ones(3)) for i in range(50)]
 
 
-@pytest.mark.parametrize("number", mark_slow_params([8], [0, 7, 8, 16, 49]))
-def test_the_largest_gradient_may_be_in_any_of_many_arrays(number):
-  grads = [x.copy() for x in MANY]
-  grads[number][2] = -100
-  _, after = run_step(AMAX_RECORDER, grads)
-  assert after.loss_scale_state.policy_state == 100
+PLACES = list(itertools.product([None, 1e6], [0, 7, 8, 9, 15, 16, 49]))
+
+
+@pytest.mark.parametrize("case", mark_slow_params([(1e6, 8)], PLACES), ids=str)
+def test_the_largest_gradient_or_a_nan_may_be_in_any_of_many_arrays(case):
+  max_norm, number = case
+  tx = ols.with_loss_scaling(optax.sgd(1.0), AmaxRecorder(), max_norm=max_norm)
+  update, state = jax.jit(tx.update), tx.init(MANY)
+  for value in (-100, NAN, INF, -INF):
+    grads = [x.copy() for x in MANY]
+    grads[number][1] = value
+    updates, after = update(grads, state)
+    if value == -100:
+      assert after.loss_scale_state.policy_state == 100
+    else:
+      assert not any(np.any(x) for x in updates)
+    assert after.loss_scale_state.last_finite == (value == -100)
 
 
 def test_scalars_are_combined_in_their_order_however_many_there_are():
@@ -465,16 +463,6 @@ def test_no_inner_optimizer_ever_sees_a_nan():
 
 
 # The order of things.
-
-
-def test_one_bad_micro_batch_costs_one_micro_batch_around_multi_steps():
-  tx = ols.with_loss_scaling(optax.MultiSteps(optax.sgd(1.0), 2))
-  params = np.zeros(2, np.float32)
-  state = tx.init(params)
-  for grads in ([1, 1], [NAN, 1], [3, 3]):
-    params, state = make_step(tx)(np.float32(grads), state, params)
-  assert params.tolist() == [-2.0, -2.0]
-  assert state.inner_state.gradient_step == 1
 
 
 def test_a_scale_inside_multi_steps_warns():
@@ -575,13 +563,9 @@ def test_any_object_with_init_and_update_is_an_optimizer():
   assert updates == 1.5
 
 
-@pytest.mark.parametrize(
-  "loss_scale",
-  [4.0, pytest.param(ols.DynamicLossScale(4.0), marks=pytest.mark.slow)],
-)
-def test_with_loss_scaling_itself_can_be_injected(loss_scale):
+def test_with_loss_scaling_itself_can_be_injected():
   tx = optax.inject_hyperparams(ols.with_loss_scaling)(
-    inner=optax.sgd(1.0), loss_scale=loss_scale, max_norm=1.0
+    inner=optax.sgd(1.0), loss_scale=4.0, max_norm=1.0
   )
   w = np.float32([3.0, 4.0])
   updates, state = run_step(tx, w)
