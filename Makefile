@@ -80,7 +80,7 @@ demo: $(VENV)/installed-examples ## Train the digits autoencoder in float32 and 
 test: $(VENV)/installed-test ## Run the quick tests, as before each commit
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
 
-test-slow: $(VENV)/installed-test $(VENV)/installed-tpu ## Run the other tests: notebooks, processes, kills, releases
+test-slow: $(VENV)/installed-test $(VENV)/installed-tpu ## Run the other tests: notebooks, processes, releases
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m 'slow and not nightly' \
 	  tests optax_lossscale $(BENCHMARK_TESTS)
 
@@ -112,7 +112,7 @@ test-jax-flags: $(VENV)/installed-test ## Run the tests of what reads jaxprs wit
 	$(JAX_FLAGS) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) \
 	  tests/autocast tests/diagnostics tests/core
 
-nightly: $(VENV)/installed-test ## Run what takes two hours more: 50 kills, 10,000 random programs
+nightly: $(VENV)/installed-test ## Run what takes two hours more: 10,000 random programs
 	$(BIN)/python -m pytest -m nightly tests $(BENCHMARK_TESTS)
 	$(BIN)/python -m pytest -m 'not nightly' --hypothesis-profile=nightly \
 	  tests/policies/test_random_programs.py tests/interop/test_fuzz.py
