@@ -48,30 +48,28 @@ def scaled_adam(**options):
 SCALED = scaled_adam()
 
 
-@pytest.mark.parametrize("layout, depth", [("fsdp", 7), ("tensor parallel", 2)])
-def test_sharded_jit_adds_one_all_reduce_for_any_number_of_leaves(
-  layout, depth
-):
-  bare = compile_jit(layout, ADAM, depth)
-  gain = compute_gain(compile_jit(layout, SCALED, depth), bare)
-  assert gain == ONE_ALL_REDUCE
+NOTHING = Counter()
 
 
 @pytest.mark.parametrize(
-  "layouts, tx, costs_as_much",
+  "layout, depth, tx, reference, gain",
   [
-    (["data parallel"], SCALED, ADAM),  # every device has all gradients
-    (["fsdp", "2x4"], scaled_adam(max_norm=1.0), CLIPPED),
-    (["fsdp", "2x4"], scaled_adam(grads_are_scaled=True), SCALED),
+    # One for any number of leaves.
+    ("fsdp", 7, SCALED, ADAM, ONE_ALL_REDUCE),
+    ("tensor parallel", 2, SCALED, ADAM, ONE_ALL_REDUCE),
+    # None if every device has all gradients, or if there is one already.
+    ("data parallel", 2, SCALED, ADAM, NOTHING),
+    ("fsdp", 2, scaled_adam(max_norm=1.0), CLIPPED, NOTHING),
+    ("2x4", 2, scaled_adam(max_norm=1.0), CLIPPED, NOTHING),
+    ("fsdp", 2, scaled_adam(grads_are_scaled=True), SCALED, NOTHING),
+    ("2x4", 2, scaled_adam(grads_are_scaled=True), SCALED, NOTHING),
   ],
-  ids=["replicated", "clipped", "scaled gradients"],
 )
-def test_sharded_jit_adds_nothing_if_an_all_reduce_exists_or_is_unnecessary(
-  layouts, tx, costs_as_much
+def test_sharded_jit_adds_at_most_one_all_reduce(
+  layout, depth, tx, reference, gain
 ):
-  for layout in layouts:
-    reference = compile_jit(layout, costs_as_much)
-    assert not compute_gain(compile_jit(layout, tx), reference), layout
+  compiled, bare = (compile_jit(layout, x, depth) for x in (tx, reference))
+  assert compute_gain(compiled, bare) == gain
 
 
 @pytest.mark.parametrize(

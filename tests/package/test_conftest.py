@@ -15,15 +15,17 @@ FLOAT16_SUM = (
   "tests/devices/test_float16.py"
   "::test_a_float16_sum_over_devices_overflows_with_more_devices"
 )
+ONE_DEVICE = "sum_in_half-1-float16-24576.0"
+EIGHT_DEVICES = "mean_in_half-8-float16-24576.0"
 # Fails if the precision of matmuls is set from outside.
 AUTOCAST = "tests/autocast/test_rewrite.py::test_float64_matmuls_are_unchanged"
 
 
 @pytest.mark.slow
 def test_tests_without_enough_devices_are_skipped_with_a_reason():
-  selected = f"{FLOAT16_SUM}[1-False]", f"{FLOAT16_SUM}[8-True]", AUTOCAST
+  selected = [f"{FLOAT16_SUM}[{x}]" for x in (ONE_DEVICE, EIGHT_DEVICES)]
   out = run(
-    *("-m", "pytest", "-rs", "-p", "no:cacheprovider", *selected),
+    *("-m", "pytest", "-rs", "-p", "no:cacheprovider", *selected, AUTOCAST),
     JAX_NUM_CPU_DEVICES="1",
     JAX_DEFAULT_MATMUL_PRECISION="highest",
   )
