@@ -37,7 +37,7 @@ SAMPLED = _autocast _jaxprs diagnostics
 SAMPLE =
 # Outside of the folders that pytest looks into by itself.
 BENCHMARK_TESTS = benchmarks/compilers/test_scheduled_hlo.py \
-  benchmarks/on_gpu/test_on_gpu.py benchmarks/on_gpu/test_gpu_command.py
+  benchmarks/on_gpu/test_on_gpu.py
 # Left out on all but the newest Python and JAX, since it tells nothing new there.
 ONLY_NEWEST = $(addprefix --ignore=tests/, \
   diagnostics/test_plots.py pages policies/test_starving.py \

@@ -2,8 +2,8 @@
 
   python3 benchmarks/gpu.py --out results/
 
-It needs JAX for the device, and Optax. torch, Flax and jmp are used if they are
-installed. It writes only to --out, and takes eight minutes at most.
+It needs JAX for the device, and Optax. Flax and jmp are used if they are
+installed. It writes only to --out, and takes eight minutes.
 benchmarks/on_gpu/README.md describes the measurements.
 
   python3 benchmarks/gpu.py --out results/ --size tiny   # tries it out, on CPU

@@ -1,6 +1,9 @@
 """The command line: runs the parts within the time."""
 
 import argparse
+import gc
+import importlib
+import importlib.metadata
 import os
 import pathlib
 import platform
@@ -10,32 +13,38 @@ import signal
 import sys
 import time
 
-from on_gpu import devices, processes, sizes
-from on_gpu.findings import Findings
-from on_gpu.part import PARTS
+from shared import clock
 
-OPTIONAL = ("torch", "flax", "jmp")
+from on_gpu import sizes
+from on_gpu.findings import Findings, share_time
+
+PACKAGES = ("jax", "jaxlib", "optax", "flax", "jmp", "numpy")
 RESERVE = 8.0  # seconds for ending the last part
-LEAST = 3.0  # seconds without which no part begins
+# By name, the most important one first: the module whose `run` measures it, the
+# first argument of `run`, and the share of the time, relative to later parts.
+PARTS = {
+  "optimizers": ("jax_optimizers", "all", 22),
+  "transformer": ("jax_training", "transformer, unrolled", 26),
+  "resnet": ("jax_training", "residual network", 20),
+}
 
 
 def main(description: str | None) -> None:
   """Run the measurements of the command line."""
   args = _parse_args(description)
   until = time.time() + 60 * args.minutes
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit("Ended from outside."))
-  out = args.out.resolve()
-  scratch = out / "scratch"
+  # A compiler cannot be interrupted: this ends the process, which has its rows.
+  signal.alarm(round(60 * args.minutes + RESERVE))
+  scratch = args.out.resolve() / "scratch"
   scratch.mkdir(parents=True, exist_ok=True)
-  for name in ("results.json", "log.txt"):
-    (out / name).unlink(missing_ok=True)
-  findings = Findings(out)
-  findings.add_facts(_describe_run(args))
-  try:
-    missing = _report_missing(args.without, findings)
-    _run_parts(args, missing, until - RESERVE, scratch, out)
-  finally:
-    shutil.rmtree(scratch, ignore_errors=True)
+  _set_environment(scratch, is_tiny=args.size == "tiny")
+  findings = Findings(args.out)
+  findings.add_facts(_describe_run(args) | _describe_device(args.size))
+  parts = {name: PARTS[name] for name in args.parts}
+  weights = [weight for _, _, weight in parts.values()]
+  for name, part, end in share_time(parts, until - RESERVE, weights):
+    _run_part(name, part, args.size, end, findings)
+  shutil.rmtree(scratch, ignore_errors=True)
   print(f"\nAll of this is in {args.out}.", flush=True)
 
 
@@ -47,21 +56,22 @@ def _parse_args(description):
   add = parser.add_argument
   add("--out", type=pathlib.Path, required=True, help="folder of the results")
   add("--minutes", type=float, default=8, help="the time for all")
-  add("--row-seconds", type=float, default=120, help="the limit of a row")
   size_help = "full: an H100; small: a GPU with 16 GB; tiny: to try it out"
   add("--size", choices=list(sizes.SIZES), default="full", help=size_help)
-  add("--without", nargs="+", choices=OPTIONAL, default=[], metavar="LIBRARY")
-  parts_help = f"some of {', '.join(PARTS)}"
-  names = list(PARTS)
-  add(
-    "--parts",
-    nargs="+",
-    choices=names,
-    default=names,
-    metavar="PART",
-    help=parts_help,
-  )
+  add("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
   return parser.parse_args()
+
+
+def _set_environment(scratch, *, is_tiny):
+  """Set the variables that JAX reads when it is imported or starts a device."""
+  for name in ("TMPDIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH"):
+    os.environ[name] = str(scratch)
+  os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+  os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+  if is_tiny:  # Optimizing tiny programs takes longer than it saves.
+    flags = os.environ.get("XLA_FLAGS", "")
+    level = "--xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = f"{flags} {level}"
 
 
 def _describe_run(args):
@@ -72,44 +82,41 @@ def _describe_run(args):
     "machine": f"{platform.machine()}, {os.cpu_count()} cores",
     "size": args.size,
     "minutes": args.minutes,
-    "seconds for a row": args.row_seconds,
   }
 
 
-def _report_missing(without, findings):
-  """Return the libraries that are left out, and report each in a line."""
-  missing = list(without)
-  for library in OPTIONAL:
-    if library in without:
-      findings.add_line(f"Left out, as asked for: {library}")
-    elif devices.find_version(library) is None:
-      findings.add_line(f"Left out, since it is not installed: {library}")
-      missing.append(library)
-  return missing
+def _describe_device(size):
+  """Return the facts; exit if the device can't measure at this size."""
+  import jax
 
-
-def _run_parts(args, missing, until, scratch, out):
-  parts = {
-    name: part
-    for name, part in PARTS.items()
-    if name in args.parts and part.library not in missing
+  device = jax.devices()[0]
+  if device.platform == "cpu" and size != "tiny":
+    sys.exit(
+      "JAX finds no GPU. Is JAX for CUDA installed? To try the benchmark out on"
+      " a CPU, add --size tiny."
+    )
+  stats = device.memory_stats() or {}
+  installed = {d.name: d.version for d in importlib.metadata.distributions()}
+  return {
+    "device": device.device_kind,
+    "platform": device.platform,
+    "platform version": ", ".join(device.client.platform_version.split("\n")),
+    "device memory for JAX": stats.get("bytes_limit"),
+    **{name: installed.get(name) for name in PACKAGES},
   }
-  (out / "log.txt").touch()
-  weights = [part.weight for part in parts.values()]
-  for i, name in enumerate(parts):
-    now = time.time()
-    if now + LEAST > until:
-      over = f"the {args.minutes:g} minutes are over"
-      Findings(out).add_line(f"Left out, since {over}: {name}")
-      continue
-    share = (until - now) * weights[i] / sum(weights[i:])
-    print(f"\n-- {name}, {share:.0f} s at most", flush=True)
-    request = {
-      "part": name,
-      "size": args.size,
-      "until": now + share,
-      "without": missing,
-      "out": str(out),
-      "row_seconds": args.row_seconds,
-    }
-    processes.run(request, scratch)
+
+
+def _run_part(name, part, size, until, findings):
+  module, what, _ = part
+  seconds = until - time.time()
+  if seconds <= 0:
+    findings.add_line(f"Left out, since no time is left: {name}")
+    return
+  print(f"\n-- {name}, {seconds:.0f} s at most", flush=True)
+  row: dict[str, str] = {}
+  with clock.catch(row):
+    measure = importlib.import_module(f"on_gpu.{module}").run
+    measure(what, sizes.SIZES[size], until, findings)
+  if row:
+    findings.add_line(f"{name} ended: {row['error']}")
+  gc.collect()  # Free the memory of this part for the next.

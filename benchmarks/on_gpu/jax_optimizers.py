@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from shared import clock
 from shared.jax_program import JaxProgram
-from shared.variants import NEEDS, VARIANTS
+from shared.variants import VARIANTS
 from shared.workloads import Workload
 
-from on_gpu import devices
-from on_gpu.findings import Findings, share_time, Table
+from on_gpu.findings import Findings, share_time
 
 COMPILED = pathlib.Path(__file__).parents[1] / "compilers/compile_costs.json"
+COPY_SECONDS = 5.0  # at most
 COMPARED = (
   "bare",
   "ours",
@@ -31,48 +31,34 @@ COMPARED = (
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """An optimizer, its gradients and its leaves."""
+  """An optimizer and its gradients."""
 
   same_as: str  # its name in compile_costs.json
-  many: bool = False  # many small leaves, not few large ones
   dtype: Any = jnp.float32  # of the gradients
   # For Workload.
   options: dict[str, Any] = dataclasses.field(default_factory=dict)
   compared: tuple[str, ...] = COMPARED  # variants
 
 
-CLIPPED = {"weight_decay": True, "clip": True}
 CASES = {
-  "large": {
-    "Adam": Case("adam"),
-    "Adam, float16 gradients": Case(
-      "adam, float16 gradients", dtype=jnp.float16
-    ),
-    "AdamW, clipped": Case("adamw, clipped", options=CLIPPED),
-    "Adam, bfloat16 moments": Case(
-      "adam, bfloat16 moments", options={"mu_dtype": jnp.bfloat16}
-    ),
-  },
-  # Small leaves move the same bytes, in many more kernels.
-  "small": {
-    "Adam, many leaves": Case("adam, 100 leaves", many=True),
-    "AdamW, clipped, many leaves": Case(
-      "adamw, clipped", many=True, options=CLIPPED
-    ),
-  },
+  "Adam": Case("adam"),
+  "Adam, float16 gradients": Case("adam, float16 gradients", jnp.float16),
+  "AdamW, clipped": Case(
+    "adamw, clipped", options={"weight_decay": True, "clip": True}
+  ),
+  "Adam, bfloat16 moments": Case(
+    "adam, bfloat16 moments", options={"mu_dtype": jnp.bfloat16}
+  ),
 }
 
 
-def run(what: str, size, until: float, findings: Findings, without=()) -> None:
-  """Measure the cases of a name in ``CASES``, and report a table of each."""
-  copy = devices.measure_copy(make_copy(size), "JAX", findings)
-  cases = CASES[what]
-  for name, case, case_until in share_time(cases, until):
-    table = Table(findings, "optimizer", f"{name}, JAX")
-    _run_case(table, case, size, case_until, without, copy)
-    # Free the state of this case for the state of the next.
-    jax.clear_caches()
-    gc.collect()
+def run(what: str, size, until: float, findings: Findings) -> None:
+  """Measure the cases, and report a table of each."""
+  del what
+  copy = measure_copy(make_copy(size), findings)
+  for name, case, end in share_time(CASES, until, [1] * len(CASES)):
+    _run_case(f"{name}, JAX", case, size, end, findings, copy)
+    gc.collect()  # Free the state of this case for the state of the next.
 
 
 def make_copy(size) -> JaxProgram:
@@ -82,27 +68,48 @@ def make_copy(size) -> JaxProgram:
   return JaxProgram(row, step, jnp.ones(size.copied, jnp.float32), [None])
 
 
-def _run_case(table, case, size, until, without, copy):
+def measure_copy(copy: clock.Program, findings: Findings) -> float:
+  """Return the bytes per second, read and written, and report them in a line.
+
+  The copy adds one to each of many numbers, and its row has the "bytes" that a
+  step reads and writes. The bandwidth is NaN if the copy failed.
+  """
+  until = time.time() + COPY_SECONDS
+  clock.measure([copy], rounds=20, steps=10, until=until)
+  row = copy.row
+  if "milliseconds" not in row:
+    findings.add_line(f"The copy could not be measured: {row.get('error')}")
+    return float("nan")
+  bandwidth = row["bytes"] / row["milliseconds"][1] * 1e3
+  findings.add_line(
+    f"Copy bandwidth: {bandwidth / 1e9:,.1f} GB/s, read and written"
+  )
+  findings.add_facts({"copy bandwidth, bytes/s": bandwidth})
+  return bandwidth
+
+
+def _run_case(title, case, size, until, findings, copy):
   workload = make_workload(case, size)
-  leaves = jax.tree.leaves(workload.params)
+  n_params = sum(leaf.size for leaf in jax.tree.leaves(workload.params))
   rows = [
     {
       "variant": variant,
-      "leaves": len(leaves) if case.many else None,
-      "parameters": sum(leaf.size for leaf in leaves),
+      "parameters": n_params,
       "copy": copy,
       "expected_bytes": get_expected_bytes(case.same_as, variant),
     }
     for variant in case.compared
-    if NEEDS.get(variant) not in without
   ]
   steps = size.steps_in_a_row
-  make_program = functools.partial(
-    _make_program, workload=workload, steps=steps + 1
+  findings.measure_table(
+    "optimizer",
+    title,
+    rows,
+    functools.partial(_make_program, workload=workload, steps=steps + 1),
+    rounds=size.rounds,
+    steps=steps,
+    until=until,
   )
-  begin_until = until - 0.3 * (until - time.time())
-  programs = table.measure_each(rows, make_program, lambda row: begin_until)
-  table.take_turns(programs, size, steps, until)
 
 
 def get_expected_bytes(step: str, variant: str) -> float | None:
@@ -125,14 +132,12 @@ def _make_program(row, workload, steps):
 
 def make_workload(case: Case, size) -> Workload:
   """Parameters and gradients, drawn on the device."""
-  n_leaves = size.small_leaves if case.many else 4
-  shape = size.small if case.many else size.large
 
   def draw(key):
     # One program: with one for each leaf, it compiles for long.
     draw_all = jax.jit(jax.random.normal, static_argnums=1)
-    drawn = draw_all(key, (n_leaves, *shape))
-    return {f"w{i:03}": 1e-2 * leaf for i, leaf in enumerate(drawn)}
+    drawn = draw_all(key, (4, *size.large))
+    return {f"w{i}": 1e-2 * leaf for i, leaf in enumerate(drawn)}
 
   key = jax.random.key(0)
   grads = jax.tree.map(lambda g: g.astype(case.dtype), draw(key))

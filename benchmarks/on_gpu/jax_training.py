@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import time
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import optax
 from shared import clock, models, steps, weights
 from shared.jax_program import JaxProgram
 
-from on_gpu.findings import Findings, Table
+from on_gpu.findings import Findings
 import optax_lossscale as ols
 
 
@@ -77,24 +76,25 @@ class Model:
     return models.RECOMPUTE(loss_fn) if checkpoint else loss_fn
 
 
-def run(name: str, size, until: float, findings: Findings, without=()) -> None:
+def run(name: str, size, until: float, findings: Findings) -> None:
   """Measure one model in as many rows as there is time for."""
-  model = Model(name, size)
-  table = Table(findings, "training", f"{name}, JAX")
-  begin_until = until - 0.3 * (until - time.time())
-  programs = table.measure_each(
-    [
-      {"variant": precision, "checkpoint": checkpoint}
-      for precision, checkpoint in ROWS[: size.rows]
-    ],
-    functools.partial(_make_program, model=model, size=size),
-    lambda row: begin_until,
+  rows = [
+    {"variant": precision, "checkpoint": checkpoint}
+    for precision, checkpoint in ROWS[: size.rows]
+  ]
+  findings.measure_table(
+    "training",
+    f"{name}, JAX",
+    rows,
+    functools.partial(_make_program, model=Model(name, size), size=size),
+    rounds=size.rounds,
+    steps=2,
+    until=until,
   )
-  table.take_turns(programs, size, 2, until)
 
 
 def _make_program(row, model, size):
-  """Compile a row, and takes its first steps."""
+  """Compile a row, and take its first steps."""
   precision = PRECISIONS[row["variant"]]
   step, carry = make_step(
     model.loss_fn(precision, row["checkpoint"]), precision, model.params

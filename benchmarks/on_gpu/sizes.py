@@ -9,8 +9,6 @@ class Size:
 
   copied: int = 2**28  # float32 numbers, to measure the bandwidth
   large: tuple[int, int] = (8192, 8192)  # of each of the 4 large leaves
-  small: tuple[int, int] = (512, 512)  # of each of the small leaves
-  small_leaves: int = 100
   steps_in_a_row: int = 4  # of an optimizer, timed together
   rounds: int = 20  # at most
   first_steps: int = 20  # of a training; the last one's loss is shown
@@ -34,7 +32,6 @@ SIZES = {
   "small": Size(
     copied=2**26,
     large=(4096, 4096),
-    small=(256, 256),
     width=512,
     depth=6,
     heads=8,
@@ -45,8 +42,6 @@ SIZES = {
   "tiny": Size(
     copied=2**16,
     large=(64, 64),
-    small=(8, 8),
-    small_leaves=6,
     steps_in_a_row=2,
     rounds=3,
     first_steps=3,

@@ -31,15 +31,7 @@ COLUMNS = {
     "skipped": "{skipped}",
     "loss": "{loss:.4f}",
     "after steps": "{steps}",
-    "first step or compile, s": "{compile_seconds:.1f}",
-    "error": "{error}",
-  },
-  "report": {
-    "variant": "{name}",
-    "time, s": "{seconds:.1f}",
-    "to compiling": "{to_compiling:.1f}x",
-    "of it tracing, s": "{trace_seconds:.1f}",
-    "problems": "{problems}",
+    "compile, s": "{compile_seconds:.1f}",
     "error": "{error}",
   },
 }
@@ -54,18 +46,13 @@ def render(kind: str, rows: list[Row]) -> str:
 
 def name(row: Row) -> str:
   """Return the label of a row."""
-  added = [word for word in ("checkpoint", "compiled") if row.get(word)]
-  if row.get("leaves"):
-    added.append(f"{row['leaves']} leaves")
-  return ", ".join([row["variant"], *added])
+  return row["variant"] + (", checkpoint" if row.get("checkpoint") else "")
 
 
 def summarize(row: Row) -> str:
-  """Return the result of a row in a few words, or "" if there is none yet."""
+  """Return the result of a row in a few words."""
   values = _derive(row)
-  if "error" in row:
-    return row["error"]
-  cells = "{seconds:.1f} s", "{median:.3f} ms", ", loss {loss:.4f}"
+  cells = "{error}", "{median:.3f} ms", ", loss {loss:.4f}"
   return "".join(format_cell(cell, values) for cell in cells)
 
 
@@ -75,12 +62,7 @@ def _derive(row: Row, first: Row | None = None) -> Row:
   if "error" in row:
     error = row["error"].replace("|", "\\|")
     return label | {"verdict": error, "error": error}
-  # In JSON, NaN and infinities are strings.
-  values = {
-    key: float(value) if value in ("nan", "inf", "-inf") else value
-    for key, value in row.items()
-    if value is not None
-  }
+  values = {key: value for key, value in row.items() if value is not None}
   if "peak_bytes" in row:
     values["peak"] = row["peak_bytes"] / 1e6
   if "moved_bytes" in row and "parameters" in row:

@@ -228,13 +228,6 @@ def _make_keras_step(workload, *, is_scaled):
   return step, (leaves, [v.value for v in optimizer.variables])
 
 
-# The library that a variant needs in addition to JAX and Optax.
-NEEDS = {
-  "Flax DynamicScale": "flax",
-  "jmp": "jmp",
-  "Keras bare": "keras",
-  "Keras LossScaleOptimizer": "keras",
-}
 # By name: the variant, and the name of the one it is measured against.
 VARIANTS = {
   "bare": (bare, "bare"),
