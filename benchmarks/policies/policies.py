@@ -1,7 +1,7 @@
-"""Compare policies on the same simulated gradients: what each one loses.
+"""Compare policies on the same simulated gradients: which batches each loses.
 
 Simulates 100,000 steps of many kinds, writes its part of policies.json, and
-prints the tables of README.md.
+prints the table of README.md.
 
   python benchmarks/policies/policies.py  # half a minute
 """
@@ -20,16 +20,12 @@ import simulation
 import optax_lossscale as ols
 
 POLICIES = {
-  "fixed, 2**15": ols.FixedLossScale(2.0**15),
   "dynamic": ols.DynamicLossScale(),
-  "dynamic, every 200": ols.DynamicLossScale(growth_interval=200),
-  "dynamic, hysteresis 2": ols.DynamicLossScale(hysteresis=2),
   "headroom": ols.HeadroomLossScale(),
   "headroom, target -1": ols.HeadroomLossScale(margin=1),
 }
-# In the tables; policies.json has all.
-COMPARED = ("dynamic", "dynamic, every 200", "headroom", "headroom, target -1")
-IN_PATTERNS = ("dynamic", "headroom", "headroom, target -1")
+SEEDS = 5
+LEVEL = -14  # log2 of the largest gradient, on average
 FOLDER = pathlib.Path(__file__).parent
 
 
@@ -39,99 +35,102 @@ def main() -> None:
   parser.add_argument("--steps", type=int, default=100_000)
   parser.add_argument("--output", type=pathlib.Path, default=FOLDER)
   args = parser.parse_args()
-  processes = simulation.make_processes(args.steps)
-  traces = {n: simulation.simulate(p, processes) for n, p in POLICIES.items()}
+  found = {
+    name: {
+      policy: measure_shares(POLICIES[policy], *pattern) for policy in POLICIES
+    }
+    for name, pattern in make_patterns(args.steps).items()
+  }
   file = args.output / "policies.json"
   results = json.loads(file.read_text()) if file.exists() else {}
-  by_process = results.setdefault("simulation", {})
-  for name, process in processes.items():
-    by_process.setdefault(name, {}).update(
-      {policy: summarize(process, traces[policy][name]) for policy in POLICIES}
-    )
-  patterns = simulation.make_patterns(args.steps)
-  shares = {p: measure_shares(POLICIES[p], patterns) for p in IN_PATTERNS}
-  results["patterns"] = {
-    name: {policy: shares[policy][name] for policy in IN_PATTERNS}
-    for name in patterns
-  }
-  file.write_text(json.dumps(results, indent=1) + "\n")
-  print_tables(by_process, results["patterns"])
-
-
-def summarize(process, trace):
-  """Return the figures of a process under a policy, one for each seed."""
-  log2_scale, _, _ = trace
-  level = process.log2_amax if process.level is None else process.level
-  under = simulation.TOP - level - log2_scale
-  rows = {
-    "lost": simulation.find_lost(process.log2_amax, trace).sum(axis=1),
-    "binades_under": np.median(under, axis=1),
-    "until_near": find_first(under <= simulation.NEAR),
-  }
-  if process.change is not None:
-    rows["until_near_again"] = find_first(
-      under[:, process.change :] <= simulation.NEAR
-    )
-  return {name: [to_json(x) for x in row] for name, row in rows.items()}
-
-
-def find_first(flags):
-  """Return the first step at which the flag is set; inf if it never is."""
-  return np.where(flags.any(axis=1), flags.argmax(axis=1), np.inf)
-
-
-def to_json(x):
-  x = round(float(x), 1)
-  return None if not np.isfinite(x) else int(x) if x == int(x) else x
-
-
-def measure_shares(policy, patterns):
-  """Return the lost share of the large steps, and the mean of all losses."""
-  results = {}
-  for name, trace in simulation.simulate(policy, patterns).items():
-    lost = simulation.find_lost(patterns[name].log2_amax, trace)
-    is_large = patterns[name].is_large
-    share = (lost & is_large).sum() / is_large.sum()
-    results[name] = {
-      "share_of_large": round(float(share), 4),
-      "lost": int(lost.sum()) // len(lost),
-    }
-  return results
-
-
-def print_tables(by_process, patterns):
-  """Print a table of each figure, with the rows that differ from "calm"."""
-  for column in ("lost", "binades_under", "until_near", "until_near_again"):
-    rows = [["gradients", *COMPARED]]
-    for process, found in by_process.items():
-      is_usual = process != "calm" and all(
-        found[name].get(column) == by_process["calm"][name].get(column)
-        for name in ("dynamic", "headroom")
-      )
-      if not is_usual and column in found["dynamic"]:
-        cells = [format_cell(found[name][column], column) for name in COMPARED]
-        rows.append([process, *cells])
-    print_table(column.replace("_", " ").capitalize(), rows)
-  rows = [["gradients", *IN_PATTERNS]]
+  file.write_text(json.dumps(results | {"patterns": found}, indent=1) + "\n")
   show = "{share_of_large:.1%} ({lost:,})".format_map
-  rows += [[name, *map(show, row.values())] for name, row in patterns.items()]
-  print_table("Which batches are lost", rows)
+  rows = [
+    [name.replace("2**", "2^"), *map(show, shares.values())]
+    for name, shares in found.items()
+  ]
+  print(markdown([["gradients", *POLICIES], *rows], right_from=1))
 
 
-def print_table(title, rows):
-  rows = [[cell.replace("2**", "2^") for cell in row] for row in rows]
-  print(f"\n### {title}\n\n{markdown(rows, right_from=1)}")
+def make_patterns(steps: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+  """Return mixtures of usual gradients with large ones, by name.
+
+  The data decide which steps are skipped, so a policy that loses few steps may
+  lose the same batches every time.
+
+  Returns:
+    The largest gradient in log2, and whether it counts as large, of each step.
+    Both have the shape (seed, step).
+  """
+  rng = np.random.default_rng(0)
+  calm, noise = make_calm(rng, steps)
+  at = np.broadcast_to(np.arange(steps), calm.shape)
+
+  def mix(binades, is_large):
+    return calm + binades * is_large, is_large
+
+  def every(n):
+    return at % n == n - 1
+
+  rows = {
+    f"{name} every {period}, 2**{binades}": mix(binades, at % period < length)
+    for name, length in (("pairs", 2), ("triples", 3), ("fives", 5))
+    for period in (62, 100, 252)
+    for binades in (7, 16, 24)
+  }
+  others = {
+    "turns of 50 steps, 2**12": mix(12, at // 50 % 2 == 1),
+    "turns of 1,000 steps, 2**12": mix(12, at // 1000 % 2 == 1),
+    "bursts by chance, 2**12": mix(12, _make_bursts(rng, calm.shape)),
+    "1 of 300, 2**7": mix(7, every(300)),
+    "1 of 300 by chance, 2**12": mix(12, rng.random(calm.shape) < 1 / 300),
+    **{
+      f"1 of {period:,}, 2**12": mix(12, every(period))
+      for period in (1_000, 3_000, 5_000, 10_000)
+    },
+  }
+  tails = {
+    "white noise of 3": 6 * noise,  # which has half a binade
+    "Cauchy": np.log2(abs(rng.standard_cauchy(calm.shape))),
+    "Student, 2 degrees": np.log2(abs(rng.standard_t(2, calm.shape))),
+  }
+  # In a heavy tail, one step in a hundred counts as large.
+  heavy = {
+    name: (LEVEL + x, x > np.quantile(x, 0.99)) for name, x in tails.items()
+  }
+  return rows | others | heavy
 
 
-def format_cell(values, column):
-  """Return the median over the seeds, and the range if there is any."""
-  missing = "never" if column.startswith("until") else "NaN"
-  values = sorted(np.inf if x is None else x for x in values)
-  middle, low, high = values[len(values) // 2], values[0], values[-1]
-  show = lambda x: missing if x == np.inf else f"{x:,.5g}"
-  if low == high:
-    return show(middle)
-  return f"{show(middle)} ({show(low)} to {show(high)})"
+def make_calm(
+  rng: np.random.Generator, steps: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """Return gradients with correlated noise of half a binade; white noise."""
+  shocks = rng.normal(size=(SEEDS, steps)) * 0.5
+  calm = np.empty_like(shocks)
+  calm[:, 0] = shocks[:, 0]
+  for t in range(1, steps):
+    calm[:, t] = 0.9 * calm[:, t - 1] + np.sqrt(1 - 0.9**2) * shocks[:, t]
+  return LEVEL + calm, shocks
+
+
+def _make_bursts(rng, shape, period=200, length=3):
+  """Return which steps are in a burst, which begins and ends by chance."""
+  is_large, chance = np.zeros(shape, bool), rng.random(shape)
+  for step in range(1, shape[1]):
+    rate = np.where(is_large[:, step - 1], 1 - 1 / length, 1 / period)
+    is_large[:, step] = chance[:, step] < rate
+  return is_large
+
+
+def measure_shares(policy, log2_amax, is_large):
+  """Return the lost share of the large steps, and the mean of all losses."""
+  trace = simulation.simulate_runs(policy, log2_amax)
+  lost = simulation.find_lost(log2_amax, trace)
+  share = (lost & is_large).sum() / is_large.sum()
+  return {
+    "share_of_large": round(float(share), 4),
+    "lost": int(lost.sum()) // len(lost),
+  }
 
 
 if __name__ == "__main__":
