@@ -74,24 +74,21 @@ def measure(
   return samples
 
 
-def take_first_steps(program: Program, steps: int) -> float:
+def take_first_steps(program: Program, steps: int) -> None:
   """Take steps, and note a time, in case that there will be no rounds.
 
-  The first step is not timed with the others: its seconds are returned.
+  The first step is not timed with the others.
   """
-  first_seconds, _ = _time_steps(program, False, 1)
+  _time_steps(program, False, 1)
   mean = 1e3 * _time_steps(program, False, steps - 1)[0]
   program.row |= {"milliseconds": [mean] * 3, "rounds": 0}
-  return first_seconds
 
 
-def time_call(
-  call: Callable[[], Any], clock: Callable[[], float] = time.process_time
-) -> tuple[float, Any]:
-  """Return the seconds of a call, and its result."""
-  start = clock()
+def time_call(call: Callable[[], Any]) -> tuple[float, Any]:
+  """Return the CPU seconds of a call, and its result."""
+  start = time.process_time()
   result = call()
-  return clock() - start, result
+  return time.process_time() - start, result
 
 
 @contextlib.contextmanager
