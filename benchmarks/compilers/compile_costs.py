@@ -1,8 +1,7 @@
 """Bytes and kernels of steps, by the compilers of TPU and GPU."""
 
 import argparse
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 import dataclasses
 import functools
 import importlib.metadata
@@ -12,10 +11,8 @@ import sys
 from typing import Any
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
-import attention_costs
-import bounds
 import compiled_bytes  # Before others import jax.
-import gpus
+from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +24,6 @@ from shared.tables import tabulate
 from shared.variants import VARIANTS
 from shared.workloads import make_workloads, Workload
 import tqdm
-import trained_models
 
 import optax_lossscale as ols
 
@@ -44,24 +40,23 @@ WORKLOADS = (
   "mlp",
   "transformer",
 )
-IMAGES = 64  # of a whole step
 Figures = dict[str, Any]
 
 
 def main() -> None:
   """Measure what the command line asks for, and print and write it."""
-  known = {*sum((*DEVICES.values(), *ON_REQUEST.values()), ())}
+  known = sorted({*sum(DEVICES.values(), ())})
   parser = argparse.ArgumentParser(description=__doc__)
   add = parser.add_argument
   add("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
   devices_help = "by default, each part has its own devices"
-  add("--devices", nargs="+", choices=sorted(known), help=devices_help)
+  add("--devices", nargs="+", choices=known, help=devices_help)
   add("--output", type=pathlib.Path, default=FOLDER)
   args = parser.parse_args()
   for part in args.parts:
     measure, make_tables = PARTS[part]
     for device in args.devices or DEVICES[part]:
-      if device in DEVICES[part] + ON_REQUEST.get(part, ()):
+      if device in DEVICES[part]:
         figures = measure(device)
         _write(args.output, part, device, figures)
         for title, table in make_tables(figures).items():
@@ -84,32 +79,45 @@ def _write(output: pathlib.Path, part: str, device: str, figures: Figures):
 def _measure_steps(device: str) -> Figures:
   """Return figures by workload and variant."""
   workloads = _make_workloads()
-
-  def measure(name, variant):
+  pairs = [(name, variant) for name in WORKLOADS for variant in COMPARED]
+  results: Figures = {name: {} for name in WORKLOADS}
+  for name, variant in tqdm.tqdm(pairs, desc=device):
     step, carry = VARIANTS[variant][0](workloads[name])
     data, params = workloads[name].data, workloads[name].params
-    return measure_per_parameter(device, step, carry, data, params)
+    results[name][variant] = measure_per_parameter(
+      device, step, carry, data, params
+    )
+  return results
 
-  return _measure_table(WORKLOADS, COMPARED, measure, device)
 
+class Stack(nn.Module):
+  """Blocks of a transformer, on activations of float32.
 
-def _measure_training(device: str) -> Figures:
-  """Return figures of whole steps by model and variant."""
-  return _measure_table(
-    trained_models.MODELS,
-    trained_models.VARIANTS,
-    functools.partial(_measure_whole_step, device),
-    f"training, {device}",
-  )
+  With `dtype=`, each layer casts, and the activations are in half precision.
+  """
+
+  dtype: Any = None
+  depth: int = 16
+  width: int = 512
+  heads: int = 8
+
+  @nn.compact
+  def __call__(self, x):
+    x = x.astype(self.dtype or x.dtype)
+    dense = functools.partial(nn.Dense, dtype=self.dtype)
+    norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
+    for _ in range(self.depth):
+      attention = nn.MultiHeadDotProductAttention(self.heads, dtype=self.dtype)
+      x += attention(norm()(x))
+      x += dense(self.width)(nn.gelu(dense(4 * self.width)(norm()(x))))
+    return x.astype(jnp.float32)
 
 
 def _measure_autocast(device: str, **sizes: int) -> Figures:
   """Return figures of the gradient of a stack of blocks, by variant."""
   half = jnp.bfloat16 if device in ON_TPU else jnp.float16
   make_loss = lambda dtype: (
-    lambda params, x: jnp.mean(
-      trained_models.Stack(dtype, **sizes).apply(params, x) ** 2
-    )
+    lambda params, x: jnp.mean(Stack(dtype, **sizes).apply(params, x) ** 2)
   )
   by_hand, cast = make_loss(half), ols.autocast(make_loss(None), half)
   variants = {
@@ -119,7 +127,7 @@ def _measure_autocast(device: str, **sizes: int) -> Figures:
     "by hand, `dots_saveable`": RECOMPUTE(by_hand),
     "`autocast`, `dots_saveable`": RECOMPUTE(cast),
   }
-  stack = trained_models.Stack(**sizes)
+  stack = Stack(**sizes)
   x = jax.ShapeDtypeStruct((16, 512, stack.width), jnp.float32)
   params = jax.eval_shape(stack.init, jax.random.key(0), x)
   measure = lambda loss_fn: compiled_bytes.figures(
@@ -128,17 +136,48 @@ def _measure_autocast(device: str, **sizes: int) -> Figures:
   return {name: measure(fun)._asdict() for name, fun in variants.items()}
 
 
-def _measure_table(
-  names: Iterable[str],
-  variants: Iterable[str],
-  measure: Callable[[str, str], Figures],
-  description: str,
-) -> Figures:
-  """Measure each pair of a name and a variant."""
-  pairs = [(name, variant) for name in names for variant in variants]
-  results: Figures = {}
-  for name, variant in tqdm.tqdm(pairs, desc=description):
-    results.setdefault(name, {})[variant] = measure(name, variant)
+def attend_in_half(q, k, v):
+  """Cast the operands by hand, as the pages recommend."""
+  q_half, k_half, v_half = (x.astype(jnp.float16) for x in (q, k, v))
+  y = jax.nn.dot_product_attention(
+    q_half, k_half, v_half, implementation="cudnn"
+  )
+  return y.astype(q.dtype)
+
+
+ATTENTIONS = {
+  name: functools.partial(jax.nn.dot_product_attention, implementation=library)
+  for name, library in {"XLA": "xla", "cuDNN": "cudnn"}.items()
+} | {"cuDNN, in half": attend_in_half}
+
+
+def measure_attention(device: str) -> Figures:
+  """Return the costs of a layer's gradient with ``autocast``, by attention.
+
+  cuDNN's kernels need an Ampere or later, which the compiler does not check.
+  """
+
+  def make_loss(attend):
+    def loss_fn(params, x):
+      split = lambda y: y.reshape(*y.shape[:2], heads, -1)
+      q, k, v = (split(x @ params[name]) for name in "qkv")
+      return jnp.mean((attend(q, k, v).reshape(x.shape) @ params["o"]) ** 2)
+
+    return loss_fn
+
+  heads, width = 8, 512
+  params = {
+    n: jax.ShapeDtypeStruct((width, width), jnp.float32) for n in "qkvo"
+  }
+  x = jax.ShapeDtypeStruct((4, 1024, width), jnp.float32)
+  results = {}
+  for name, attend in ATTENTIONS.items():
+    grad_fn = jax.value_and_grad(ols.autocast(make_loss(attend)))
+    try:
+      figures = compiled_bytes.figures(grad_fn, params, x, device=device)
+      results[name] = figures._asdict()
+    except NotImplementedError as error:
+      results[name] = {"error": str(error)}
   return results
 
 
@@ -174,45 +213,6 @@ def _make_workloads() -> dict[str, Workload]:
   return workloads
 
 
-def _measure_whole_step(device: str, model: str, variant: str) -> Figures:
-  """Return the figures of a step with ``IMAGES``, and of the largest batch."""
-
-  @functools.cache
-  def figures(batch: int) -> compiled_bytes.Figures:
-    batches.append(batch)
-    step, carry, data = trained_models.make_training_step(model, variant, batch)
-    return compiled_bytes.figures(
-      step, carry, data, device=device, donate_argnums=0
-    )
-
-  batches: list[int] = []
-  found, largest = figures(IMAGES), None
-  flops = _count_flops_by_dtype(
-    *trained_models.make_training_step(model, variant, IMAGES)
-  )
-  # The model by hand is only for comparison, and its search would take minutes.
-  if variant != "by hand":
-    largest = bounds.largest_batch(lambda n: figures(n).needed)
-  return found._asdict() | {
-    "flops": flops,
-    "seconds": bounds.least_seconds(gpus.GPUS[device], found.bytes, flops),
-    "batches": {
-      batch: {"bytes": figures(batch).bytes, "needed": figures(batch).needed}
-      for batch in sorted(batches)
-    },
-    "largest_batch": largest,
-  }
-
-
-def _count_flops_by_dtype(step: Callable[..., Any], *args: Any) -> Figures:
-  """Return the FLOPs of matmuls by operand dtype, before compilation."""
-  names = {"float32": "f32", "float16": "f16"}
-  counts: Counter = Counter()
-  for row in ols.diagnostics.precision_report(step, *args).flops:
-    counts[names[row.operand_dtype]] += row.flops
-  return dict(counts)
-
-
 def _tabulate_steps(figures: Figures) -> dict[str, str]:
   rows = [{"step": name} | found for name, found in figures.items()]
   variants = next(iter(figures.values()))
@@ -224,10 +224,6 @@ def _tabulate_steps(figures: Figures) -> dict[str, str]:
     )
     for title, cell in tables.items()
   }
-
-
-def _tabulate_training(figures: Figures) -> dict[str, str]:
-  return {model: bounds.format_steps(found) for model, found in figures.items()}
 
 
 GRADIENT_COLUMNS = {
@@ -249,23 +245,20 @@ ON_TPU = ("v5e", "v5p", "v6e")
 # The functions that measure a part on a device and format its tables.
 PARTS = {
   "steps": (_measure_steps, _tabulate_steps),
-  "training": (_measure_training, _tabulate_training),
   "autocast": (
     _measure_autocast,
     functools.partial(_tabulate_gradients, title="autocast"),
   ),
   "attention": (
-    attention_costs.attention,
+    measure_attention,
     functools.partial(_tabulate_gradients, title="attention"),
   ),
 }
 DEVICES = {
   "steps": ("v5e", "v6e", "t4", "v100", "h100"),
-  "training": ("t4", "v100"),
   "autocast": ("v5e", "t4", "v100", "h100"),
   "attention": ("h100",),
 }
-ON_REQUEST = {"steps": ("v5p",)}
 
 if __name__ == "__main__":
   main()

@@ -1,7 +1,7 @@
 """The GPUs that are compiled for without one, by NVIDIA's data sheets.
 
 A compiler wants to know the clock, the units, the memory and the limits of a
-GPU. The least time of a step needs its bandwidth and its peaks as well.
+GPU.
 
 Sources, all by NVIDIA:
 
@@ -32,7 +32,7 @@ KB = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-  """A GPU, as far as a compiler and a bound want to know it."""
+  """A GPU, as far as a compiler wants to know it."""
 
   name: str  # as CUDA prints it
   compute_capability: tuple[int, int]  # major and minor version
@@ -45,7 +45,6 @@ class Gpu:
   shared_memory: int  # bytes of a core
   shared_memory_of_block: int  # bytes, at most
   threads: int  # of a core
-  flops: dict[str, float]  # peak of matmuls in a second, by dtype
 
   def target_config(self) -> str:
     """Return the compilation target, as the text of a GpuTargetConfigProto."""
@@ -90,7 +89,6 @@ GPUS = {
     shared_memory=64 * KB,
     shared_memory_of_block=64 * KB,
     threads=1024,
-    flops={"f32": 8.1e12, "f16": 65e12},
   ),
   "v100": Gpu(
     name="Tesla V100-SXM2-16GB",
@@ -104,7 +102,6 @@ GPUS = {
     shared_memory=96 * KB,
     shared_memory_of_block=96 * KB,
     threads=2048,
-    flops={"f32": 15.7e12, "f16": 125e12},
   ),
   "h100": Gpu(
     name="NVIDIA H100 80GB HBM3",
@@ -118,6 +115,5 @@ GPUS = {
     shared_memory=228 * KB,
     shared_memory_of_block=227 * KB,
     threads=2048,
-    flops={"f32": 67e12, "f16": 989e12},
   ),
 }

@@ -114,3 +114,16 @@ def test_matmuls_are_counted_by_library_and_dtype():
     "__cudnn$convForward": {"f16": 1},
     "dot": {"f32": 1},
   }
+
+
+def test_library_calls_are_printed_by_library_and_dtype():
+  products = {
+    "__cublas$gemm": {"f32": 1},
+    "__cublas$lt$matmul": {"f16": 40},
+    "__cudnn$convBackwardFilter": {"f16": 1},
+    "__cudnn$convForward": {"f16": 2, "f32": 1},
+    "dot": {"f32": 3},
+  }
+  assert scheduled_hlo.format_matmuls(products) == (
+    "XLA: 3 f32; cuBLAS: 1 f32; cuBLASLt: 40 f16; cuDNN: 3 f16, 1 f32"
+  )

@@ -1,9 +1,7 @@
-"""Tables and the figure of the results."""
+"""Tables of the results."""
 
 from typing import Any
 
-import matplotlib.pyplot as plt
-import numpy as np
 from shared.tables import markdown, tabulate
 
 # CPU time is that of all threads.
@@ -70,36 +68,6 @@ def folded(name: str, variants: dict[str, Any]) -> str:
   return (
     f"<details>\n<summary>{name}</summary>\n\n{table(variants)}\n\n</details>"
   )
-
-
-def plot(results: dict[str, dict[str, Any]], time: str, path: str) -> None:
-  """Draw "time" or "cpu_time" and bytes of all workloads into a PNG file."""
-  names = list(dict.fromkeys(n for r in results.values() for n in r))
-  names = [n for n in names if not n.lower().endswith("bare")]
-  figure, axes = plt.subplots(
-    1, 2, figsize=(13, 1.1 * len(results) + 1.5), sharey=True
-  )
-  height = 0.8 / len(names)
-  for i, name in enumerate(names):
-    at = [k for k, variants in enumerate(results.values()) if name in variants]
-    found = [
-      variants[name] for variants in results.values() if name in variants
-    ]
-    y = [k + i * height for k in at]
-    low, middle, high = np.transpose([figures[time] for figures in found])
-    spread = [middle - low, high - middle]
-    color = {"label": name, "color": f"C{i}"}
-    axes[0].barh(y, middle, height, xerr=spread, **color)
-    axes[1].barh(y, [f["bytes_ratio"] for f in found], height, **color)
-  titles = time.replace("_", " "), "bytes accessed"
-  for axis, title in zip(axes, titles, strict=True):
-    axis.axvline(1, color="black", linewidth=0.8)
-    axis.set_xlabel(f"{title}, relative to no loss scaling")
-  axes[0].set_yticks([k + 0.4 for k in range(len(results))], list(results))
-  axes[0].invert_yaxis()
-  axes[1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
-  figure.tight_layout()
-  figure.savefig(path, dpi=120)
 
 
 def _spread(quartiles):

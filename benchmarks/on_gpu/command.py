@@ -21,11 +21,11 @@ from on_gpu.findings import Findings, share_time
 PACKAGES = ("jax", "jaxlib", "optax", "flax", "jmp", "numpy")
 RESERVE = 8.0  # seconds for ending the last part
 # By name, the most important one first: the module whose `run` measures it, the
-# first argument of `run`, and the share of the time, relative to later parts.
+# first arguments of `run`, and the share of the time, relative to later parts.
 PARTS = {
-  "optimizers": ("jax_optimizers", "all", 22),
-  "transformer": ("jax_training", "transformer, unrolled", 26),
-  "resnet": ("jax_training", "residual network", 20),
+  "optimizers": ("jax_optimizers", [], 22),
+  "transformer": ("jax_training", ["transformer, unrolled"], 26),
+  "resnet": ("jax_training", ["residual network"], 20),
 }
 
 
@@ -107,7 +107,7 @@ def _describe_device(size):
 
 
 def _run_part(name, part, size, until, findings):
-  module, what, _ = part
+  module, first, _ = part
   seconds = until - time.time()
   if seconds <= 0:
     findings.add_line(f"Left out, since no time is left: {name}")
@@ -116,7 +116,7 @@ def _run_part(name, part, size, until, findings):
   row: dict[str, str] = {}
   with clock.catch(row):
     measure = importlib.import_module(f"on_gpu.{module}").run
-    measure(what, sizes.SIZES[size], until, findings)
+    measure(*first, sizes.SIZES[size], until, findings)
   if row:
     findings.add_line(f"{name} ended: {row['error']}")
   gc.collect()  # Free the memory of this part for the next.

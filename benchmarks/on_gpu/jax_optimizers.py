@@ -52,9 +52,8 @@ CASES = {
 }
 
 
-def run(what: str, size, until: float, findings: Findings) -> None:
+def run(size, until: float, findings: Findings) -> None:
   """Measure the cases, and report a table of each."""
-  del what
   copy = measure_copy(make_copy(size), findings)
   for name, case, end in share_time(CASES, until, [1] * len(CASES)):
     _run_case(f"{name}, JAX", case, size, end, findings, copy)

@@ -177,7 +177,7 @@ def test_a_variant_that_fails_does_not_end_its_case(found, monkeypatch):
   case = jax_optimizers.CASES["Adam"]
   case = dataclasses.replace(case, compared=("bare", "ours"))
   monkeypatch.setattr(jax_optimizers, "CASES", {"Adam": case})
-  jax_optimizers.run("all", TINY, time.time() + 600, found)
+  jax_optimizers.run(TINY, time.time() + 600, found)
   bare, ours = read_rows(found, "Adam, JAX")
   assert ours["error"] == FAILED
   assert bare["milliseconds"]

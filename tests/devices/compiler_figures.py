@@ -5,16 +5,15 @@ python tests/devices/compiler_figures.py v5e
 
 import json
 import sys
+import types
 
-import attention_costs
 import compile_costs
 import compiled_bytes  # Before others import jax.
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 import sharded_costs
-import trained_models
+from shared import models, weights
 
 import optax_lossscale as ols
 
@@ -74,23 +73,28 @@ def measure_collectives():
 
 def measure_gradients(device):
   """Return the cost of the gradients of two models, in both precisions."""
-  images = jax.ShapeDtypeStruct((16, 64, 64, 3), jnp.float32)
-  models = {
-    "transformer": trained_models.ViT(depth=2, width=256, heads=4),
-    "convolutions": trained_models.ResNet50(blocks=(1, 1)),
+  size = types.SimpleNamespace(
+    width=256, depth=2, heads=4, vocabulary=1024, sequences=16, length=64,
+    channels=64, blocks=(1, 1), images=16, pixels=64, classes=1000,
+  )  # fmt: skip
+  cases = {
+    "transformer": (
+      models.transformer_loss(size.heads, jnp.float32),
+      weights.transformer(size),
+      weights.token_batches(size)[0],
+    ),
+    "convolutions": (
+      models.resnet_loss(weights.strides(size), jnp.float32),
+      weights.resnet(size),
+      weights.image_batches(size)[0],
+    ),
   }
   results = {}
-  for name, model in models.items():
-    params = jax.eval_shape(model.init, jax.random.key(0), images)
-
-    def loss_fn(params, images, model=model):
-      y, _ = model.apply(params, images, mutable=["batch_stats"])
-      return jnp.mean(nn.log_softmax(y)[:, 0])
-
+  for name, (loss_fn, params, batch) in cases.items():
     casts = {"float32": loss_fn, "autocast": ols.autocast(loss_fn)}
     results[name] = {
       cast: compiled_bytes.figures(
-        jax.grad(fun), params, images, device=device
+        jax.grad(fun), params, batch, device=device
       )._asdict()
       for cast, fun in casts.items()
     }
@@ -105,5 +109,5 @@ if __name__ == "__main__":
   if device in ("t4", "v100"):
     found["gradients"] = measure_gradients(device)
   if device == "h100":
-    found["attention"] = attention_costs.attention(device)
+    found["attention"] = compile_costs.measure_attention(device)
   print(json.dumps(found))
