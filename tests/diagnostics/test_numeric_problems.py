@@ -1,7 +1,7 @@
 """check_step names the cause of zero gradients and of infs, and bad scales."""
 
-import dataclasses
 import functools
+import json
 
 from helpers import mark_slow_params
 from helpers.effects import pass_through_host
@@ -208,6 +208,7 @@ def test_an_inf_of_the_forward_pass_that_disappears_is_a_problem(name):
   assert "x.astype(jnp.float32)" in first.fix
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 def test_zero_gradients_may_come_from_a_constant_that_is_inf():
   """The program has lost the number, so float32 has zeros, too."""
@@ -275,9 +276,8 @@ GAUSSIANS = {
 }
 
 
-@pytest.mark.parametrize(
-  "name", mark_slow_params({"a wide one", "a square"}, GAUSSIANS)
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GAUSSIANS)
 def test_a_gaussian_is_a_problem_only_if_its_overflow_changes_the_result(name):
   loss_fn = make_gaussian(GAUSSIANS[name])
   check = check_step(*make_step(loss_fn, ols.DynamicLossScale(1.0)))
@@ -347,13 +347,9 @@ UNDEFINED = {
 }
 
 
-@pytest.mark.parametrize(
-  "scale", mark_slow_params({2.0**15}, [2.0**15, 1.0, 2.0**-14], {2.0**-14})
-)
-@pytest.mark.parametrize(
-  "name",
-  mark_slow_params({"log of a softmax in float16"}, UNDEFINED),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [2.0**15, 2.0**-14])
+@pytest.mark.parametrize("name", UNDEFINED)
 def test_what_is_not_defined_at_any_scale_is_not_blamed_on_the_scale(
   name, scale
 ):
@@ -376,9 +372,8 @@ def large_sum(params, batch):
   return 1e9 * jnp.sum((batch @ params["w"] - 1) ** 2)
 
 
-@pytest.mark.parametrize(
-  "loss_fn", mark_slow_params([large_sum], [large_labels, large_sum])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_fn", [large_labels, large_sum])
 def test_a_scale_below_the_minimum_of_the_policy_is_named(loss_fn):
   problem = find_problem(ols.autocast(loss_fn))
   assert "min_scale of its policy stops it at 1" in problem.fix
@@ -400,7 +395,8 @@ def test_without_autocast_the_scale_that_helps_is_named():
   assert f"ols.set_loss_scale(opt_state, {new_scale:g})" in str(check)
   low = ols.DynamicLossScale(2.0**24, min_scale=2.0**24)
   check = check_step(*make_step(squares, low))
-  assert check.overflow.is_below_min_scale
+  data = json.loads(json.dumps(check.overflow.as_dict()))
+  assert data["is_below_min_scale"] is True and 0 < data["scale_factor"] < 1
   assert "Lower min_scale" in check.problems[0].fix
 
 
@@ -418,26 +414,12 @@ def make_step_with_metrics(compute_metrics):
   return step, PARAMS, tx.init(PARAMS), jnp.zeros(3), X
 
 
+@pytest.mark.slow
 def test_statistics_that_are_not_finite_are_a_problem():
   spoil = lambda mean, batch: (1.0, mean + jnp.sum(batch) / mean)
   check = check_step(*make_step_with_metrics(spoil))
   (problem,) = check.problems
   assert problem.cause.startswith("div in")
-
-
-def test_what_only_the_compiled_program_makes_nonfinite_has_its_own_fix():
-  """XLA multiplies by the number of equal terms instead of adding them."""
-  total = diagnostics.find_overflow(jnp.exp, F16(12))
-  operand = diagnostics.Operand((70_000,), F16, 0.0, True)
-  fields = {"primitive": "reduce_sum", "kind": "nan", "inputs": (operand,)}
-  total = dataclasses.replace(total, **fields)
-  assert total.fix.startswith("the sum is finite, but XLA multiplies")
-  short = dataclasses.replace(
-    total, inputs=(operand._replace(shape=(3,)),), kind="inf"
-  )
-  assert "XLA" not in short.fix
-  unseen = dataclasses.replace(short, is_reproduced=False)
-  assert unseen.fix.startswith("each operation is finite on its own")
 
 
 @pytest.mark.slow

@@ -13,54 +13,23 @@ from optax_lossscale import diagnostics
 
 check_step = functools.partial(diagnostics.check_step, progress=False)
 
-# One row of each mistake, among those that compile few programs.
+# Rows that between them take most branches.
 QUICK = (
   "unscaled loss",
-  "gradients of the first state",
   "never unscaled",
   "unscaled twice",
   "cast to float16 after unscaling",
-  "penalty after scaling",
   "mask of finite gradients",
-  "clipped gradients",
-  "branch on finite gradients",
   "skipped by an argument",
   "old state",
-  "no state",
-  "old inner state",
   "constant scale",
-  "new state in each step",
-  "adjusted twice",
   "all put back",
-  "average of gradients",
-  "clamped loss",
-  "loss over the first parameters",
-  "mean selected by the old state",
   "old parameters",
-  "old parameters next to an average",
-  "part of a step",
-  "rule that ignores the cotangent",
-  "scale with a floor",
-  "sum in float16",
-  "two networks with one state",
   "subtracted updates",
-  "updates lost in float16",
   "most updates lost",
 )
-QUICK_LOOKALIKES = (
-  "capped scale",
-  "cast to float16 of scaled gradients",
-  "few updates lost",
-  "leaves",
-  "metric of the shape of a parameter that is NaN",
-  "retry with a lower scale",
-  "selected parameters",
-)
-QUICK_UNCHECKED = (
-  "branch on gradients that overflow",
-  "gradients as arguments",
-  "updates of zero",
-)
+QUICK_LOOKALIKES = "capped scale", "few updates lost", "selected parameters"
+QUICK_UNCHECKED = "gradients as arguments", "updates of zero"
 # Their programs differ most from those of the other losses.
 SLOW_LOSSES = ("ctc", "attention", "solve", "dropout", "zero weight")
 RETURNED = "the new parameters and the new loss-scale state are returned"
@@ -140,6 +109,7 @@ def test_an_update_in_a_branch_that_is_not_taken_is_no_mistake(make):
   assert check_step(step, *args).is_sound
 
 
+@pytest.mark.slow
 def test_an_accumulator_belongs_inside_of_the_wrapper():
   """In front of it, the gradients are zero until it has all of them."""
   accumulate = optax.apply_every(4)

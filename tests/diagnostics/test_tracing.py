@@ -1,18 +1,23 @@
-"""The reports of a whole step agree with the reports of its gradient."""
+"""Whatever its shape, a step is reported like its gradient.
 
-import collections
+The values with tags become outputs of its trace: nothing is compiled for that.
+The slow tests compare the reports.
+"""
+
 import functools
 import re
 from unittest import mock
 
 from flax import nnx
-from helpers import hijax, mark_slow_params, on_host, whole_steps
+from helpers import hijax, mark_slow_params, on_host, train_steps, whole_steps
 from helpers.effects import pass_through_host
+from helpers.train_steps import make_step
 from helpers.whole_steps import BATCH, CAST, LARGE, PARAMS, SMALL
 import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -34,12 +39,24 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 compare = functools.partial(compare_precision, progress=False)
+GRADS = np.ones(2, np.float32)
 # Steps that run the matmuls of the gradient twice.
-TWICE = {
-  whole_steps.accumulated,
-  whole_steps.an_ensemble,
-  whole_steps.an_ensemble_of_jits,
-}
+TWICE = {"accumulated", "an ensemble", "an ensemble of jits"}
+
+
+def trace(step, args):
+  return _tracing.trace("test", step, args, {}, allow_abstract=False)
+
+
+# Reports compile few operations for it.
+make_linear_step = functools.partial(
+  make_step, loss_fn=train_steps.linear_loss_fn, policy=SMALL
+)
+
+
+def list_grads(step, args):
+  """Return the names of the gradients that become outputs."""
+  return [output.name for output in trace(step, args).grad_outputs]
 
 
 @functools.cache
@@ -59,23 +76,22 @@ def strip_name(name):
   return name.split(" at ")[0].split("/")[-1]
 
 
+@pytest.mark.parametrize("name", whole_steps.NAMES)
+def test_the_gradients_of_a_step_of_any_shape_become_outputs(name):
+  traced = trace(*whole_steps.make_step(name, SMALL))
+  assert traced.unreached_locations == []
+  assert [x.name for x in traced.grad_outputs] == sorted(PARAMS)
+
+
+@pytest.mark.slow
 # Outside of the wrapper, MultiSteps keeps a NaN, which is another problem.
-SOUND = [
-  make
-  for make in whole_steps.ALL
-  if make is not whole_steps.with_multi_steps_outside
-]
-
-
 @pytest.mark.parametrize(
-  "make",
-  mark_slow_params({whole_steps.with_nnx_that_returns_nothing}, SOUND),
-  ids=lambda make: make.__name__,
+  "name", [x for x in whole_steps.NAMES if x != "with MultiSteps outside"]
 )
-def test_a_step_of_any_shape_is_checked_like_its_gradient(make):
+def test_a_step_of_any_shape_is_checked_like_its_gradient(name):
   """Its layer `centers` loses precision, and nothing else is wrong."""
   expected, gradient_report = compare_gradient()
-  step, args = make(ols.DynamicLossScale(2.0**6))
+  step, args = whole_steps.make_step(name, ols.DynamicLossScale(2.0**6))
   check = check_step(step, *args, progress=False)
   assert check.overflow is None
   (problem,) = (x for x in check.problems if x.keep_float32)
@@ -89,36 +105,35 @@ def test_a_step_of_any_shape_is_checked_like_its_gradient(make):
   half = sum(
     row.flops for row in check.precision.flops if row.operand_dtype == "float16"
   )
-  assert half == gradient_report.total_flops * (2 if make in TWICE else 1)
-  has_other_matmuls = make is whole_steps.with_an_additional_optax_optimizer
+  assert half == gradient_report.total_flops * (2 if name in TWICE else 1)
+  has_other_matmuls = name == "with an additional Optax optimizer"
   assert (check.precision.fraction == 1) != has_other_matmuls
 
 
-@pytest.mark.parametrize(
-  "make",
-  mark_slow_params({whole_steps.in_a_scan_of_one}, whole_steps.ALL),
-  ids=lambda make: make.__name__,
-)
-def test_an_overflow_in_a_step_of_any_shape_is_that_of_its_gradient(make):
-  step, args = make(LARGE)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", whole_steps.NAMES)
+def test_an_overflow_in_a_step_of_any_shape_is_that_of_its_gradient(name):
+  step, args = whole_steps.make_step(name, LARGE)
   hit, expected = find_overflow(step, *args), find_gradient_overflow()
-  for name in "primitive", "kind", "source_line", "backward":
-    assert getattr(hit, name) == getattr(expected, name)
+  for field in "primitive", "kind", "source_line", "backward":
+    assert getattr(hit, field) == getattr(expected, field)
 
 
-def test_an_overflow_of_the_forward_pass_alone_is_found():
-  """Its loss is NaN, and the step returns none."""
-  step, (params, state, batch) = whole_steps.jitted(SMALL)
-  hit = find_overflow(step, params, state, 1e6 * batch)
-  assert hit.source_line.endswith("(loss_fn)") and not hit.backward
+@pytest.mark.slow
+def test_an_overflow_of_the_forward_pass_names_the_iteration_of_its_epoch():
+  """Its loss is inf, and the step returns none."""
+  step, (params, state, batch) = make_linear_step()
+
+  def epoch(params, state, batches):
+    body = lambda carry, batch: (step(*carry, batch), None)
+    return lax.scan(body, (params, state), batches)[0]
+
+  hit = find_overflow(epoch, params, state, jnp.stack([batch, 1e6 * batch]))
+  assert "scan[1]" in hit.eqn_path
+  assert hit.source_line.endswith("(linear_loss_fn)") and not hit.backward
 
 
-def test_an_overflow_in_an_epoch_names_the_iteration():
-  epoch, (params, state, _) = whole_steps.in_a_scan_of_one(SMALL)
-  batches = jnp.stack([BATCH, 1e6 * BATCH])
-  assert "scan[1]" in find_overflow(epoch, params, state, batches).eqn_path
-
-
+@pytest.mark.slow
 def test_the_gradients_of_all_iterations_are_combined():
   """The error is that of all iterations, by one norm."""
   tx = ols.with_loss_scaling(optax.sgd(0.0), SMALL)
@@ -137,23 +152,22 @@ def test_the_gradients_of_all_iterations_are_combined():
   assert compare(epoch, w, xs).error == pytest.approx(expected, rel=0.01)
 
 
-def steps_in_a_while(params, state, batch, count):
-  step, _ = whole_steps.plain(SMALL)
-  body = lambda i, carry: step(*carry, batch)
-  return lax.fori_loop(0, count, body, (params, state))
-
-
 def test_each_report_says_that_gradients_in_a_while_are_not_analyzed():
-  _, args = whole_steps.plain(SMALL)
+  step, args = make_linear_step()
+
+  def steps(params, state, batch, count):
+    body = lambda i, carry: step(*carry, batch)
+    return lax.fori_loop(0, count, body, (params, state))
+
   args = *args, jnp.int32(2)
   note = "radients inside while at test_tracing.py:"
   with pytest.warns(
     UserWarning, match=f"found no inf or NaN. Not analyzed: g{note}"
   ):
-    assert find_overflow(steps_in_a_while, *args) is None
-  report = compare(steps_in_a_while, *args)
+    assert find_overflow(steps, *args) is None
+  report = compare(steps, *args)
   assert report.target == "results"
-  for one in report, precision_report(steps_in_a_while, *args):
+  for one in report, precision_report(steps, *args):
     (line,) = [x for x in str(one).splitlines() if f"g{note}" in x]
     assert line in str(one).splitlines()[1:3]
     assert "pass a single step" in line
@@ -162,91 +176,81 @@ def test_each_report_says_that_gradients_in_a_while_are_not_analyzed():
 @pytest.mark.slow
 def test_an_update_on_the_host_is_analyzed_like_one_on_the_device():
   # A warning about code that is not analyzed would be an error here.
-  step, args = whole_steps.plain(SMALL)
+  step, args = whole_steps.make_step("plain", SMALL)
   assert find_overflow(on_host.run_on_host(jax.jit(step)), *args) is None
-  step, args = whole_steps.plain(LARGE)
+  step, args = whole_steps.make_step("plain", LARGE)
   hit = find_overflow(on_host.run_on_host(jax.jit(step)), *args)
   assert hit.primitive == find_overflow(step, *args).primitive
 
 
-def test_gradients_that_cannot_be_recomputed_are_reported(monkeypatch):
-  step, args = whole_steps.in_a_scan_of_one(SMALL)
-  monkeypatch.setattr(_eqns, "trace_replacement_eqns", lambda fun, eqn: None)
-  with pytest.warns(UserWarning, match="gradients inside scan at whole_st"):
-    assert find_overflow(step, *args) is None
-
-
-def test_gradients_within_a_rule_are_reported():
-  step, args = whole_steps.plain(SMALL)
+def test_gradients_that_cannot_become_outputs_are_located(monkeypatch):
+  step, args = make_step(wrap=lambda step: step)
   ruled = jax.custom_jvp(lambda *args: step(*args))
   ruled.defjvp(lambda primals, tangents: (ruled(*primals), tangents[:2]))
-  with pytest.warns(UserWarning, match="gradients inside custom_jvp_call"):
-    assert find_overflow(ruled, *args) is None
+  (location,) = set(trace(ruled, args).unreached_locations)
+  assert location.startswith("custom_jvp_call")
+  # If JAX refuses to trace the body of a loop again.
+  monkeypatch.setattr(_eqns, "trace_replacement_eqns", lambda fun, eqn: None)
+  traced = trace(*whole_steps.make_step("in a scan of one", SMALL))
+  (location,) = set(traced.unreached_locations)
+  assert location.startswith("scan at whole_st")
 
 
 @pytest.mark.parametrize("has_effect", mark_slow_params([False], [False, True]))
 def test_a_step_that_is_skipped_without_an_overflow_is_reported(has_effect):
-  step, (params, state, batch) = whole_steps.plain(SMALL)
-
-  def given(finite):
-    new_batch = pass_through_host(batch) if has_effect else batch
-    return step(params, state, new_batch, grads_finite=finite)
+  def make(finite):
+    step, (params, state, batch) = make_linear_step(
+      update_kwargs={"grads_finite": finite}
+    )
+    host = pass_through_host if has_effect else lambda batch: batch
+    return lambda: step(params, state, host(batch))
 
   with pytest.warns(UserWarning, match="update skips this step although its"):
-    assert find_overflow(given, False) is None
-  assert find_overflow(given, True) is None  # without a warning
+    assert find_overflow(make(False)) is None
+  assert find_overflow(make(True)) is None  # without a warning
 
 
 @pytest.mark.parametrize(
   "change, count",
-  [
-    (lambda grads: grads, 0),
-    (lambda grads: {**grads, "last": 2 * grads["last"]}, 1),
-  ],
+  [(lambda grads: grads, 0), (lambda grads: {"w": 2 * grads["w"]}, 1)],
 )
 def test_gradients_become_outputs_once_unless_they_change(change, count):
-  tx = ols.with_loss_scaling(optax.sgd(0.1))
-
-  def step(params, state):
-    grads = change(ols.grad(CAST, state)(params, BATCH))
-    return tx.update(grads, state, params)
-
-  args = PARAMS, tx.init(PARAMS)
-  traced = _tracing.trace("test", step, args, {}, allow_abstract=False)
-  kinds = collections.Counter(output.kind for output in traced.outputs)
-  assert (kinds["grads"], kinds["unscaled"]) == (len(PARAMS), count)
+  step, args = make_step(lambda *args: change(train_steps.compute_grads(*args)))
+  kinds = [output.kind for output in trace(step, args).outputs]
+  assert (kinds.count("grads"), kinds.count("unscaled")) == (1, count)
 
 
 def test_a_nan_of_the_optimizer_is_found_if_updates_are_checked():
-  params, grads = {"w": jnp.ones(2)}, {"w": jnp.ones(2)}
-  divide = optax.stateless(lambda g, _: jax.tree.map(lambda x: x / 0, g))
-  tx = ols.with_loss_scaling(divide, check_updates=True)
-  step = lambda grads, state: tx.update(grads, state, params)[1]
-  assert find_overflow(step, grads, tx.init(params)).primitive == "div"
+  divide = optax.stateless(lambda grads, _: grads / 0)
+  tx = ols.with_loss_scaling(divide, SMALL, check_updates=True)
+  step = lambda grads, state: tx.update(grads, state)[1]
+  assert find_overflow(step, GRADS, tx.init(GRADS)).primitive == "div"
 
 
+def update_one_of_two(one, other, batch):
+  tx = ols.with_loss_scaling(optax.sgd(0.1), SMALL)
+  for cast in (
+    CAST,
+    ols.autocast(lambda p, x: jnp.mean((x @ p["first"]) ** 2)),
+  ):
+    one, other = other, one
+    grads = ols.grad(cast, other[1])(other[0], batch)
+    updates, state = tx.update(grads, other[1], other[0])
+    other = optax.apply_updates(other[0], updates), state
+  return one, other
+
+
+NAMES_OF_TWO = [f"[{i}]/{name}" for i in range(2) for name in sorted(PARAMS)]
+
+
+@pytest.mark.slow
 def test_several_optimizers_are_distinguished_and_the_worst_counts():
   tx = ols.with_loss_scaling(optax.sgd(0.1), SMALL)
-
-  @jax.jit
-  def step(one, other, batch):
-    for cast in (
-      CAST,
-      ols.autocast(lambda p, x: jnp.mean((x @ p["first"]) ** 2)),
-    ):
-      one, other = other, one
-      grads = ols.grad(cast, other[1])(other[0], batch)
-      updates, state = tx.update(grads, other[1], other[0])
-      other = optax.apply_updates(other[0], updates), state
-    return one, other
-
   pair = PARAMS, tx.init(PARAMS)
-  report = compare(step, pair, pair, BATCH)
+  report = compare(jax.jit(update_one_of_two), pair, pair, BATCH)
   expected, _ = compare_gradient()
   assert report.error == pytest.approx(expected.error, rel=0.05)
-  assert [*report.array_errors] == [
-    f"[{i}]/{name}" for i in range(2) for name in sorted(PARAMS)
-  ]
+  assert [*report.array_errors] == NAMES_OF_TWO
   assert (
     report.array_errors["[1]/first"] < 1e-3 < report.array_errors["[0]/first"]
   )
@@ -263,25 +267,28 @@ def test_a_shared_jit_of_the_update_is_analyzed_at_each_call():
       params = optax.apply_updates(params, updates)
     return params
 
-  state = tx.init(PARAMS)
-  assert len(compare(step, PARAMS, state, 1e-6 * BATCH).array_errors) == 6
+  args = PARAMS, tx.init(PARAMS), BATCH
+  assert list_grads(step, args) == NAMES_OF_TWO
 
 
 def test_objects_changed_in_place_count_as_results():
-  """With an optimizer that is not ours, too."""
-  _, (model, _, batch) = whole_steps.with_nnx_in_place(SMALL)
-  bare = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+  """Of the model and of a metric, with an optimizer that is not ours."""
+  model = nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+  average = nnx.metrics.Average("norm")
 
   @nnx.jit
-  def bare_step(model, optimizer, batch):
-    cast = ols.autocast(lambda model: model(batch))
-    optimizer.update(model, nnx.grad(cast)(model))
+  def step(model, optimizer, average, batch):
+    loss_fn = ols.autocast(lambda model: jnp.mean(model(batch)))
+    grads = nnx.grad(loss_fn)(model)
+    optimizer.update(model, grads)
+    average.update(norm=optax.tree.norm(grads))
 
-  _, expected = compare_gradient()
-  report = precision_report(bare_step, model, bare, batch)
-  assert report.total_flops == expected.total_flops
-  assert find_overflow(bare_step, model, bare, 1e6 * batch).source_line
-  assert find_overflow(bare_step, model, bare, batch) is None
+  args = model, optimizer, average, train_steps.BATCH
+  changed = [x.name for x in trace(step, args).outputs if x.kind == "argument"]
+  assert any(name.startswith("model.kernel") for name in changed)
+  assert any(name.startswith("average.total") for name in changed)
+  assert precision_report(step, *args).total_flops == 2 * 8 * 4 * 4
 
 
 def test_arguments_may_change_their_structure():
@@ -295,12 +302,15 @@ def test_arguments_may_change_their_structure():
 
 def test_a_model_bound_to_a_step_is_changed_like_an_argument():
   """Trainers bind it once; outside of the trace it would be ruined."""
-  step, (model, optimizer, batch) = whole_steps.with_nnx_in_place(SMALL)
+  step, (model, optimizer, batch) = whole_steps.make_step(
+    "with NNX in place", SMALL
+  )
   bound = functools.partial(functools.partial(step, model), optimizer=optimizer)
   before = model.first[...]
-  assert find_overflow(bound, batch=batch) is None
-  report = compare(bound, batch=batch)
-  assert report.target == "gradients"
+  traced = _tracing.trace(
+    "test", bound, (), {"batch": batch}, allow_abstract=False
+  )
+  assert [x.name for x in traced.grad_outputs] == sorted(PARAMS)
   assert precision_report(bound, batch=batch).fraction == 1
   assert jnp.array_equal(before, model.first[...])
   bound(batch=batch)
@@ -309,7 +319,9 @@ def test_a_model_bound_to_a_step_is_changed_like_an_argument():
 
 def with_a_metric(policy):
   """A step in place that averages the norms of its gradients."""
-  _, (model, optimizer, batch) = whole_steps.with_nnx_in_place(policy)
+  _, (model, optimizer, batch) = whole_steps.make_step(
+    "with NNX in place", policy
+  )
   average = nnx.metrics.Average("norm")
 
   def step(model, optimizer, average, batch):
@@ -334,36 +346,31 @@ def test_a_metric_that_an_earlier_step_made_nan_is_not_named():
   assert hit == without and hit.backward
 
 
-@pytest.mark.parametrize("where", ["params", "batch", "inner_state"])
-def test_a_nonfinite_argument_that_update_receives_is_named(where):
+def test_a_nonfinite_inner_state_that_update_receives_is_named():
   tx = ols.with_loss_scaling(optax.sgd(0.1, momentum=0.9), SMALL)
-  step = functools.partial(whole_steps.train_step, tx)
-  args = {"params": PARAMS, "state": tx.init(PARAMS), "batch": BATCH}
-  if where == "inner_state":
-    inner = jax.tree.map(lambda x: jnp.nan * x, args["state"].inner_state)
-    args["state"] = args["state"]._replace(inner_state=inner)
-  else:
-    args[where] = jax.tree.map(lambda x: jnp.nan * x, args[where])
-  hit = find_overflow(step, **args)
-  assert hit.primitive == "argument" and where in hit.eqn_path
+  state = jax.tree.map(lambda x: np.float32(np.nan) * x, tx.init(GRADS))
+  hit = find_overflow(
+    lambda grads, state: tx.update(grads, state), GRADS, state
+  )
+  assert hit.primitive == "argument" and "inner_state" in hit.eqn_path
 
 
 def test_faults_that_reach_update_are_named_before_others():
-  def fun(policy, result):
-    step, (params, state, batch) = whole_steps.by_hand(policy)
+  tx = ols.with_loss_scaling(optax.sgd(0.1), SMALL)
 
-    def with_result(params, state, batch):
-      return result(batch), step(params, state, batch)
+  def step(grads, factor):
+    metric = jnp.log(0 * factor)
+    return metric, tx.update(factor * grads, tx.init(grads))
 
-    return find_overflow(with_result, params, state, batch)
-
-  log_of_zero = lambda batch: jnp.log(0 * batch[0, 0])
-  hit = fun(LARGE, log_of_zero)
-  assert hit.backward and "log" in [x.primitive for x in hit.other_origins]
-  assert fun(SMALL, log_of_zero).primitive == "log"
+  large, small = np.float32(1e38), np.float32(1)
+  hit = find_overflow(step, 9 * GRADS, large)
+  assert [x.primitive for x in (hit, *hit.other_origins)] == ["mul", "log"]
+  assert find_overflow(step, GRADS, small).primitive == "log"
 
 
-def test_equations_after_the_gradients_are_not_measured(monkeypatch):
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [jax.jit, lambda step: step])
+def test_equations_after_the_gradients_are_not_measured(monkeypatch, wrap):
   """A skipped step makes nothing of what the optimizer computes."""
   measured = []
   measure_eqn = _eqn_stats.measure_eqn
@@ -374,40 +381,30 @@ def test_equations_after_the_gradients_are_not_measured(monkeypatch):
 
   monkeypatch.setattr(_eqn_stats, "measure_eqn", record_eqn)
   slow = optax.stateless(lambda g, _: jax.tree.map(jax.lax.erf_inv, g))
-  tx = ols.with_loss_scaling(slow, LARGE)
-  plain = functools.partial(whole_steps.train_step, tx)
-  for step in plain, jax.jit(plain):
-    assert find_overflow(step, PARAMS, tx.init(PARAMS), BATCH).backward
-    assert measured and "erf_inv" not in measured
-    measured.clear()
+  step, args = make_linear_step(inner=slow, policy=LARGE, wrap=wrap)
+  assert find_overflow(step, *args).backward
+  assert measured and "erf_inv" not in measured
 
 
 def test_other_checkpoint_names_are_ignored():
   def step(w, x):
-    hidden = checkpoint_name(x @ w, "optax_lossscale")
-    return jnp.sum(hidden)
+    return jnp.sum(checkpoint_name(x @ w, "optax_lossscale"))
 
-  report = compare(ols.autocast(step), PARAMS["first"], BATCH)
-  assert report.target == "results"
+  assert list_grads(step, (PARAMS["first"], BATCH)) == []
 
 
 def test_a_key_may_contain_the_separator_of_tags():
-  loss = ols.autocast(lambda params, x: jnp.mean((x @ params["a|b"]) ** 2))
-  tx = ols.with_loss_scaling(optax.sgd(0.1))
-
-  def step(params, state, x):
-    return tx.update(ols.grad(loss, state)(params, x), state, params)
-
-  params = {"a|b": PARAMS["first"]}
-  report = compare(step, params, tx.init(params), BATCH)
-  assert list(report.array_errors) == ["a|b"]
+  loss = lambda params, x: jnp.mean((x @ params["a|b"]) ** 2)
+  step, args = make_step(
+    loss_fn=loss, params={"a|b": PARAMS["first"]}, batch=BATCH
+  )
+  assert list_grads(step, args) == ["a|b"]
 
 
 def test_tags_are_found_if_name_is_a_hijax_primitive():
   with hijax.enable_flags("jax_remat3"):
-    step, args = whole_steps.in_a_scan_of_one(LARGE)
-    hit = find_overflow(step, *args)
-  assert hit.primitive == find_gradient_overflow().primitive
+    step, args = whole_steps.make_step("in a scan of one", LARGE)
+    assert list_grads(step, args) == sorted(PARAMS)
 
 
 def test_eager_computations_are_not_tagged():

@@ -23,6 +23,7 @@ import optax
 from helpers import train_steps
 from helpers.sharding import make_mesh, P
 from helpers.train_steps import (
+  accumulate,
   apply_updates,
   BATCH,
   compute_grads,
@@ -103,20 +104,6 @@ def _penalty_after_scaling(loss, params, opt_state):
 def unscale_twice(loss, params, opt_state):
   grads = compute_grads(loss, params, opt_state)
   return ols.unscale_grads(grads, opt_state)
-
-
-def _accumulate(differentiate):
-  """Return a function that adds the gradients of two micro-batches."""
-
-  def accumulated(loss, params, opt_state):
-    def add(total, _):
-      grads = differentiate(loss, params, opt_state)
-      return jax.tree.map(jnp.add, total, grads), None
-
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    return lax.scan(add, zeros, length=2)[0]
-
-  return accumulated
 
 
 def _accumulate_in_while_loop(differentiate):
@@ -806,7 +793,7 @@ _BY_CAUSE = {
       compute_unscaled_grads, grads_are_scaled=True
     ),
     "unscaled losses of micro-batches": _step(
-      _accumulate(compute_unscaled_grads)
+      accumulate(compute_unscaled_grads)
     ),
     "unscaled loss with a constant state": functools.partial(
       _make_closed_step, POLICY, compute_unscaled_grads
@@ -868,9 +855,7 @@ _BY_CAUSE = {
     "Pass the gradients to update unchanged",
   ): {
     "nan_to_num": _step(map_grads(jnp.nan_to_num)),
-    "nan_to_num of micro-batches": _step(
-      _accumulate(map_grads(jnp.nan_to_num))
-    ),
+    "nan_to_num of micro-batches": _step(accumulate(map_grads(jnp.nan_to_num))),
     "mask of finite gradients": _step(
       map_grads(lambda g: jnp.where(jnp.isfinite(g), g, 0))
     ),

@@ -26,6 +26,12 @@ def loss_fn(params, batch):
   return jnp.mean((jnp.tanh(batch @ params["w"]) - 1) ** 2)
 
 
+@ols.autocast
+def linear_loss_fn(params, batch):
+  """Return a loss of few operations, which a report measures in little time."""
+  return jnp.mean(batch @ params["w"])
+
+
 def half_loss_fn(params, batch):
   """Return the same loss of a model in the dtype of its parameters."""
   hidden = jnp.tanh(batch.astype(params["w"].dtype) @ params["w"])
@@ -51,6 +57,20 @@ def compute_unscaled_grads(loss, params, opt_state):
 def map_grads(change, differentiate=compute_grads):
   """Return a function that changes each gradient before ``update``."""
   return lambda *args: jax.tree.map(change, differentiate(*args))
+
+
+def accumulate(differentiate):
+  """Return a function that adds the gradients of two micro-batches."""
+
+  def accumulated(loss, params, opt_state):
+    def add(total, _):
+      grads = differentiate(loss, params, opt_state)
+      return jax.tree.map(jnp.add, total, grads), None
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return lax.scan(add, zeros, length=2)[0]
+
+  return accumulated
 
 
 def where(condition, new, old):
