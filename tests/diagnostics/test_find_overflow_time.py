@@ -8,7 +8,7 @@ import logging
 import re
 import time
 
-from helpers import looping_steps, mark_slow_params, overflowing_steps
+from helpers import mark_slow_params, overflowing_steps
 import jax
 from jax import lax
 from jax.experimental.compilation_cache import compilation_cache
@@ -39,29 +39,22 @@ def time_call(fun):
 
 
 @pytest.mark.nightly
-def test_it_takes_at_most_thirty_times_as_long_as_compiling_the_step():
-  fun, *args = overflowing_steps.layers_of_all_shapes()
+@pytest.mark.parametrize(
+  ("make", "backward", "limit"),
+  [
+    (overflowing_steps.layers_of_all_shapes, False, 30),
+    # Loops in loops in loops. Measured: 2.3 to 4.5 times.
+    (overflowing_steps.recurrent_ppo, True, 10),
+  ],
+)
+def test_it_takes_some_times_as_long_as_compiling_the_step(
+  make, backward, limit
+):
+  fun, *args = make()
   compiling, _ = time_call(lambda: jax.jit(fun).lower(*args).compile())
   finding, hit = time_call(lambda: find_overflow(fun, *args))
-  assert hit.primitive == "square"
-  assert finding < 30 * compiling
-
-
-LOOPS = {
-  "recurrent PPO": looping_steps.recurrent_ppo,
-  "xLSTM": looping_steps.xlstm,
-}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", LOOPS)
-def test_loops_in_loops_take_at_most_ten_times_as_long(name):
-  fun, *args = LOOPS[name]()
-  compiling, _ = time_call(lambda: jax.jit(fun).lower(*args).compile())
-  finding, hit = time_call(lambda: find_overflow(fun, *args))
-  assert hit.backward
-  # Measured: 2.3 to 4.5 times.
-  assert finding < 10 * compiling
+  assert hit.backward == backward
+  assert finding < limit * compiling
 
 
 def make_nested_loops(outer, inner):
