@@ -3,6 +3,13 @@
 import functools
 
 from helpers import mark_slow_params, step_mistakes, train_steps, usual_losses
+from helpers.step_mistakes import (
+  devices,
+  gradients,
+  results,
+  states,
+  updates,
+)
 import jax
 import jax.numpy as jnp
 import optax
@@ -82,7 +89,7 @@ def test_each_mistake_in_the_scaling_of_a_usual_loss_is_found(name):
     (train_steps.compute_grads, None),
     (train_steps.compute_unscaled_grads, "gradients of an unscaled loss"),
     (train_steps.compute_scaled_grads, "never unscaled"),
-    (step_mistakes.unscale_twice, "double if the loss scale halves"),
+    (gradients.unscale_twice, "double if the loss scale halves"),
   ):
     step, args = train_steps.make_step(
       differentiate,
@@ -95,14 +102,10 @@ def test_each_mistake_in_the_scaling_of_a_usual_loss_is_found(name):
     assert all(expected in cause for cause in causes)
 
 
-def test_fifty_usual_losses_are_checked():
-  assert len(usual_losses.LOSSES) >= 50
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "make",
-  [step_mistakes.make_delayed_actor_step, step_mistakes.make_task_step],
+  [states.make_delayed_actor_step, states.make_task_step],
 )
 def test_an_update_in_a_branch_that_is_not_taken_is_no_mistake(make):
   step, args = make()
@@ -151,7 +154,7 @@ def test_an_overflowing_step_that_puts_its_state_back_does_not_recover():
 @pytest.mark.parametrize("axis_name", [None, "i"])
 def test_shards_of_an_optimizer_need_one_loss_scale(axis_name):
   """An overflow on one device is a separate problem."""
-  step, args = step_mistakes.make_shards_step(axis_name)
+  step, args = devices.make_shards_step(axis_name)
   fixes = [problem.fix for problem in check_step(step, *args).problems]
   is_advised = any("ols.with_loss_scaling(inner, axis_name" in x for x in fixes)
   assert is_advised is (axis_name is None)
@@ -160,11 +163,11 @@ def test_shards_of_an_optimizer_need_one_loss_scale(axis_name):
 @pytest.mark.parametrize(
   ("kwargs", "num_problems"),
   [
-    ({"make_result": step_mistakes.put_back_all}, 1),
+    ({"make_result": results.put_back_all}, 1),
     (
       {
         "inner": optax.sgd(1e-9),
-        "params": step_mistakes.HALF_PARAMS,
+        "params": updates.HALF_PARAMS,
         "loss_fn": train_steps.half_loss_fn,
       },
       1,

@@ -19,6 +19,7 @@ import optax_lossscale as ols
 PARAMS = {"w": np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)}
 BATCH = np.cos(np.arange(32, dtype=np.float32)).reshape(8, 4)
 POLICY = ols.DynamicLossScale(2.0**6)
+TX = ols.with_loss_scaling(optax.sgd(0.1), POLICY)
 
 
 @ols.autocast
@@ -128,6 +129,35 @@ def make_step(
     return make_result(old, new, ols.all_finite(grads))
 
   return wrap(step), (params, tx.init(params), batch)
+
+
+def prepare_step(*args, **kwargs):
+  """Return a function that calls ``make_step`` with these arguments."""
+  return functools.partial(make_step, *args, **kwargs)
+
+
+def prepare_result(make_result, **kwargs):
+  """Return a function that makes a step with another result.
+
+  Args:
+    make_result: computes the result from the old parameters and state, and the
+      new ones.
+    **kwargs: further arguments of ``make_step``.
+  """
+  ignore_finite = lambda old, new, finite: make_result(old, new)
+  return prepare_step(make_result=ignore_finite, **kwargs)
+
+
+def train(params, opt_state, batch, scale_state=None, tx=TX):
+  """Return the new parameters and the new state after a step on a batch."""
+  scale_state = opt_state if scale_state is None else scale_state
+  grads = ols.grad(loss_fn, scale_state)(params, batch)
+  return apply_updates(tx, grads, params, opt_state)
+
+
+def jit_step(step, *args, tx=TX):
+  """Return a jitted step, and its arguments: ``args`` before the batch."""
+  return jax.jit(step), (PARAMS, tx.init(PARAMS), *args, BATCH)
 
 
 def scan_steps(step, combine=lambda old, new: new):

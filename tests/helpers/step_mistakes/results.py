@@ -1,0 +1,257 @@
+"""Mistakes in the loss-scale state that a step returns."""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+from flax import nnx
+from flax.training import train_state
+import jax
+from jax import lax
+import jax.numpy as jnp
+import optax
+
+from helpers.step_mistakes.states import make_epoch, make_gan_step
+from helpers.train_steps import (
+  apply_updates,
+  BATCH,
+  loss_fn,
+  make_population,
+  PARAMS,
+  POLICY,
+  prepare_result,
+  prepare_step,
+  TX,
+  where,
+)
+import optax_lossscale as ols
+
+_IDENTITY = optax.identity()
+
+
+def as_train_state(params, state):
+  return train_state.TrainState(0, None, params, _IDENTITY, state)
+
+
+class _EquinoxState(eqx.Module):
+  params: Any
+  opt_state: Any
+
+
+def _keep_inner_state(old, new):
+  return new[0], new[1]._replace(inner_state=old[1].inner_state)
+
+
+def _put_back_scale(new_state, state):
+  return new_state._replace(loss_scale_state=state.loss_scale_state)
+
+
+def put_back_all(old, new, finite):
+  return where(finite, new, old)
+
+
+_puts_back = functools.partial(prepare_step, make_result=put_back_all)
+
+
+def _adjust_again(old, new):
+  state = new[1].loss_scale_state
+  state = POLICY.adjust(state, state.last_finite)
+  return new[0], new[1]._replace(loss_scale_state=state)
+
+
+def _limit_scale(limit, bound):
+  """Return a function that limits the loss scale after a step."""
+
+  def make_result(old, new):
+    scale = new[1].loss_scale_state.loss_scale
+    return new[0], ols.set_loss_scale(new[1], limit(scale, bound))
+
+  return make_result
+
+
+def _make_nnx_step(*, puts_back):
+  """The model and the optimizer are changed in place."""
+  model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+  tx = ols.with_loss_scaling(optax.adam(1e-2))
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+  @nnx.jit
+  def step(model, optimizer, x):
+    # A copy, since the variables change in place.
+    old = jax.tree.map(lambda x: x, nnx.state(optimizer))
+    cast = ols.autocast(lambda model, x: jnp.mean((model(x) - 1) ** 2))
+    grads = ols.grad(cast, optimizer, using=nnx.value_and_grad)(model, x)
+    optimizer.update(model, grads)
+    if puts_back:
+      new = nnx.state(optimizer)
+      nnx.update(optimizer, where(ols.all_finite(grads), new, old))
+
+  return step, (model, optimizer, BATCH)
+
+
+def _make_nnx_step_under_jax_jit():
+  """`jax.jit` drops what changes in the model and in the optimizer."""
+  step, args = _make_nnx_step(puts_back=False)
+  graph, state = nnx.split(args[:2])
+
+  @jax.jit
+  def jitted(state, x):
+    step.__wrapped__(*nnx.merge(graph, state), x)
+    return jnp.sum(x)
+
+  return jitted, (state, BATCH)
+
+
+def _make_loss_step():
+  """A part of a step, which returns neither parameters nor a state."""
+
+  def step(params, state, batch):
+    loss, grads = ols.value_and_grad(loss_fn, state)(params, batch)
+    TX.update(grads, state)
+    return loss
+
+  return step, (PARAMS, TX.init(PARAMS), BATCH)
+
+
+def _make_metrics_step(compute_metrics):
+  """Return a step that returns metrics and updates statistics."""
+
+  @jax.jit
+  def step(params, state, mean, batch):
+    grads = ols.grad(loss_fn, state)(params, batch)
+    new = apply_updates(TX, grads, params, state)
+    return *new, *compute_metrics(mean, batch[0])
+
+  return step, (PARAMS, TX.init(PARAMS), jnp.zeros(4), BATCH)
+
+
+def raise_if(find_fault, choose=lambda old, new: new):
+  """Return a function that makes a step with an error."""
+
+  def make_result(old, new, finite):
+    return eqx.error_if(choose(old, new), find_fault(finite), "planted")
+
+  return prepare_step(make_result=make_result)
+
+
+_RETURN = "updates, opt_state = tx.update(grads, opt_state, params)"
+
+MISTAKES = {
+  ("returns an old loss-scale state", _RETURN): {
+    "old state": prepare_result(lambda old, new: (new[0], old[1])),
+    "train state with the old state": prepare_result(
+      lambda old, new: as_train_state(new[0], old[1])
+    ),
+    "Equinox module with the old state": prepare_result(
+      lambda old, new: _EquinoxState(new[0], old[1])
+    ),
+    "old state, and metrics of the new one": prepare_result(
+      lambda old, new: (new[0], old[1], ols.loss_scale_metrics(new[1]))
+    ),
+    "old scale in the new state": prepare_result(
+      lambda old, new: (new[0], _put_back_scale(new[1], old[1]))
+    ),
+    "old state of the second optimizer": functools.partial(
+      make_gan_step, returns_old=True
+    ),
+    "old state, and an error after an overflow": raise_if(
+      lambda finite: ~finite, lambda old, new: (new[0], old[1])
+    ),
+    "old state in the carry of a scan": functools.partial(
+      make_epoch, lambda old, new: (new[0], old[1])
+    ),
+  },
+  ("does not return the opt_state", _RETURN): {
+    "no state": prepare_result(lambda old, new: new[0]),
+    "list of parameters": prepare_result(
+      lambda old, new: jax.tree.leaves(new[0])
+    ),
+  },
+  ("returns an old state of the inner optimizer", _RETURN): {
+    "old inner state": prepare_result(_keep_inner_state, inner=optax.adam(1e-2))
+  },
+  ("returns a constant loss scale", "Call ols.set_loss_scale once, before"): {
+    "constant scale": prepare_result(
+      lambda old, new: (new[0], ols.set_loss_scale(new[1], 2.0**10))
+    )
+  },
+  ("the step adjusts the loss-scale state again", "Drop policy.adjust"): {
+    "adjusted twice": prepare_result(_adjust_again)
+  },
+  (
+    "After an overflow the step returns the old loss-scale state",
+    "Return the opt_state",
+  ): {
+    "all put back": _puts_back(),
+    "all put back with headroom": _puts_back(policy="headroom"),
+    "all put back with a fixed scale": _puts_back(policy=64.0),
+    "all put back with hysteresis": _puts_back(
+      policy=ols.DynamicLossScale(2.0**6, hysteresis=3)
+    ),
+    "all put back in a population": lambda: make_population(*_puts_back()()),
+    "train state put back by cond": prepare_step(
+      make_result=lambda old, new, finite: lax.cond(
+        finite, lambda: as_train_state(*new), lambda: as_train_state(*old)
+      )
+    ),
+    "state put back by select_if_finite": prepare_result(
+      lambda old, new: (new[0], ols.select_if_finite(new[1], new[1], old[1]))
+    ),
+    "scale put back": prepare_step(
+      make_result=lambda old, new, finite: (
+        new[0],
+        where(finite, new[1], _put_back_scale(new[1], old[1])),
+      )
+    ),
+    "NNX optimizer put back in place": functools.partial(
+      _make_nnx_step, puts_back=True
+    ),
+  },
+  ("returns neither new parameters nor a new opt_state", "use nnx.jit"): {
+    "part of a step": _make_loss_step,
+    "NNX step under jax.jit": _make_nnx_step_under_jax_jit,
+  },
+  ("returns a higher loss scale than update does", "min_scale="): {
+    "scale with a floor": prepare_result(
+      _limit_scale(jnp.maximum, 2.0**15), policy=ols.DynamicLossScale()
+    )
+  },
+}
+
+LOOKALIKES = {
+  "train state": prepare_result(lambda old, new: as_train_state(*new)),
+  "Equinox module": prepare_result(lambda old, new: _EquinoxState(*new)),
+  "dict with metrics": prepare_result(
+    lambda old, new: {
+      "params": new[0],
+      "opt": [new[1]],
+      "metrics": ols.loss_scale_metrics(new[1]),
+    }
+  ),
+  "leaves": prepare_result(lambda old, new: jax.tree.leaves(new)),
+  "state of the best step, too": prepare_step(
+    make_result=lambda old, new, finite: (new, where(finite & False, new, old))
+  ),
+  "capped scale": prepare_result(_limit_scale(jnp.minimum, 2.0**20)),
+  "metric of the shape of a parameter that is NaN": prepare_result(
+    lambda old, new: (
+      new,
+      {"recall": 0 * jnp.log(-jnp.ones_like(old[0]["w"]))},
+    )
+  ),
+  "metric that is inf": functools.partial(
+    _make_metrics_step, lambda mean, x: (jnp.float32(jnp.inf), mean)
+  ),
+  "metrics that are inf": functools.partial(
+    _make_metrics_step, lambda mean, x: (jnp.full(5, jnp.inf), mean)
+  ),
+  "NNX optimizer in place": functools.partial(_make_nnx_step, puts_back=False),
+  "no error after an overflow": raise_if(lambda finite: jnp.array(False)),
+}
+
+UNCHECKED = {
+  "error after an overflow": (
+    raise_if(lambda finite: ~finite),
+    "after an overflow, since it raises an error",
+  ),
+}

@@ -1,0 +1,220 @@
+"""Mistakes in how a step applies its updates to the parameters."""
+
+import functools
+
+import jax
+from jax import lax
+import jax.flatten_util
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from helpers.step_mistakes.gradients import prepare_two_layers
+from helpers.step_mistakes.results import as_train_state
+from helpers.train_steps import (
+  apply_updates,
+  BATCH,
+  half_loss_fn,
+  prepare_result,
+  prepare_step,
+  scan_steps,
+  where,
+)
+import optax_lossscale as ols
+
+HALF_PARAMS = {"w": np.full((4, 4), 0.75, np.float16)}
+_prepare_half = functools.partial(
+  prepare_step, params=HALF_PARAMS, loss_fn=half_loss_fn
+)
+
+
+def _round_by_bits(params):
+  bits = lax.bitcast_convert_type(params["w"], jnp.uint32)
+  return {"w": lax.bitcast_convert_type(bits & ~jnp.uint32(1), jnp.float32)}
+
+
+def _quantize(params):
+  return {"w": jnp.round(params["w"] * 100).astype(jnp.int8)}
+
+
+def _subtract(old, new):
+  # The new parameters minus twice the update.
+  return jax.tree.map(lambda a, b: 2 * a - b, old[0], new[0]), new[1]
+
+
+def _average(old, new):
+  return optax.incremental_update(new[0], old[0], 0.01)
+
+
+def _add_in_half(old, new):
+  half = lambda x: x.astype(jnp.float16)
+  add = lambda p, new: (half(p) + half(new - p)).astype(jnp.float32)
+  return jax.tree.map(add, old[0], new[0]), new[1]
+
+
+def _keep_head(old, new, finite):
+  return {**new[0], "head": old[0]["head"]}, new[1]
+
+
+def _keep_head_sometimes(old, new, finite):
+  """As a schedule does, which another step does not."""
+  is_late = jnp.sum(old[0]["w"]) > 1e9
+  head = jnp.where(is_late, new[0]["head"], old[0]["head"])
+  return {**new[0], "head": head}, new[1]
+
+
+def _project(old, new):
+  return jax.tree.map(lambda x: x / jnp.linalg.norm(x), new[0]), new[1]
+
+
+def _clip_params(old, new):
+  return jax.tree.map(lambda x: jnp.clip(x, -0.1, 0.1), new[0]), new[1]
+
+
+def _fill_params(num_large):
+  """Return float16 parameters of which some are too large for an update."""
+  is_large = np.arange(16).reshape(4, 4) < num_large
+  return {"w": np.where(is_large, 0.75, 0).astype(np.float16)}
+
+
+def _make_masters_step():
+  """The step keeps copies in float32, which receive the updates."""
+  tx = ols.with_loss_scaling(optax.adam(1e-5))
+
+  def step(params, state, masters, batch):
+    grads = ols.grad(half_loss_fn, state)(params, batch)
+    masters, state = apply_updates(tx, grads, masters, state)
+    return optax.tree.cast(masters, jnp.float16), state, masters
+
+  masters = optax.tree.cast(HALF_PARAMS, jnp.float32)
+  return step, (HALF_PARAMS, tx.init(masters), masters, BATCH)
+
+
+def _embedding_loss(params, ids):
+  rows = params["table"][ids].astype(jnp.float32)
+  return jnp.mean((rows - 1) ** 2)
+
+
+_APPLY = "params = optax.apply_updates(params, updates)"
+
+MISTAKES = {
+  ("next to an average of the new ones", _APPLY): {
+    "old parameters next to an average": prepare_result(
+      lambda old, new: (old[0], _average(old, new), new[1])
+    )
+  },
+  ("was rounded to half precision", "Add in float32"): {
+    "sum in float16": prepare_result(_add_in_half)
+  },
+  ("does not return parameters that depend on the updates", _APPLY): {
+    "old parameters": prepare_result(lambda old, new: (old[0], new[1])),
+    "train state with the old parameters": prepare_result(
+      lambda old, new: as_train_state(old[0], new[1])
+    ),
+    "old parameters, and the norm of the new ones": prepare_result(
+      lambda old, new: (old[0], new[1], optax.tree.norm(new[0]))
+    ),
+    "old parameters after a scan": prepare_step(
+      wrap=lambda step: (
+        lambda params, *args: (params, scan_steps(step)(params, *args)[1])
+      )
+    ),
+    "no parameters": prepare_result(lambda old, new: new[1]),
+  },
+  ("returns the old parameters, although the updates are not", _APPLY): {
+    "wrong branch of the parameters": prepare_step(
+      make_result=lambda old, new, finite: (
+        where(finite, old[0], new[0]),
+        new[1],
+      )
+    )
+  },
+  ("returns the old head, although its update is not zero", _APPLY): {
+    "old parameters of one layer": prepare_two_layers(make_result=_keep_head)
+  },
+  ("The updates are subtracted", "Add them"): {
+    "subtracted updates": prepare_result(_subtract)
+  },
+  (
+    "No parameter changes, although the updates are not zero",
+    "Keep the parameters in float32",
+  ): {
+    "updates lost in float16": _prepare_half(inner=optax.sgd(1e-9)),
+    "updates of Adam lost in float16": _prepare_half(inner=optax.adam(1e-7)),
+    "updates lost in bfloat16": _prepare_half(
+      inner=optax.sgd(1e-9), params=optax.tree.cast(HALF_PARAMS, jnp.bfloat16)
+    ),
+    "update of a scalar lost": _prepare_half(
+      loss_fn=lambda w, x: jnp.mean(w * x**2).astype(jnp.float32),
+      params=jnp.float16(0.75),
+      inner=optax.sgd(1e-9),
+    ),
+  },
+  ("75% of the updates don't change", "Keep the parameters in float32"): {
+    "most updates lost": _prepare_half(
+      inner=optax.adam(1e-4), params=_fill_params(12)
+    )
+  },
+}
+
+LOOKALIKES = {
+  "selected parameters": prepare_step(
+    make_result=lambda old, new, finite: (
+      where(finite, new[0], old[0]),
+      new[1],
+    )
+  ),
+  "flat parameters": prepare_result(
+    lambda old, new: (jax.flatten_util.ravel_pytree(new[0])[0], new[1])
+  ),
+  "parameters of an ensemble": prepare_result(lambda old, new: (new, old[0])),
+  "projected parameters": prepare_result(_project),
+  "parameters that are rounded by their bits": prepare_result(
+    lambda old, new: (_round_by_bits(new[0]), new[1])
+  ),
+  "quantized parameters": prepare_result(
+    lambda old, new: (_quantize(new[0]), new[1])
+  ),
+  "parameters at a bound": prepare_result(
+    _clip_params,
+    loss_fn=ols.autocast(lambda params, x: jnp.mean(x @ params["w"])),
+    params={"w": np.full((4, 4), -0.1, np.float32)},
+    batch=BATCH**2,
+  ),
+  "parameters that wait": prepare_two_layers(make_result=_keep_head_sometimes),
+  # Updates that are zero, or much smaller than the parameters.
+  "warm-up in float16": _prepare_half(
+    inner=optax.sgd(optax.linear_schedule(0.0, 0.1, 100))
+  ),
+  "first micro-batch in float16": _prepare_half(
+    inner=optax.MultiSteps(optax.sgd(0.1), 4)
+  ),
+  "few updates lost": _prepare_half(
+    inner=optax.adam(1e-4), params=_fill_params(4)
+  ),
+  "copies in float32": _make_masters_step,
+  "unused rows of a table": prepare_step(
+    loss_fn=_embedding_loss,
+    params={"table": np.full((64, 4), 0.75, np.float16)},
+    batch=np.array([3, 5]),
+    inner=optax.sgd(1.0),
+  ),
+  "stacked updates of a loop": _prepare_half(
+    inner=optax.sgd(1e-3),
+    params={"w": np.array([[0.0]] + [[0.75]] * 3, np.float16) * np.ones(4)},
+    wrap=scan_steps,
+  ),
+}
+
+UNCHECKED = {
+  "updates that are too small for float32": (
+    prepare_step(
+      inner=optax.sgd(1e-12), params={"w": np.full((4, 4), 0.75, np.float32)}
+    ),
+    "the updates of this step are too small for float32",
+  ),
+  "updates of zero": (
+    prepare_step(inner=optax.set_to_zero()),
+    "all updates of this step are zero",
+  ),
+}
