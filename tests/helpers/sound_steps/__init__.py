@@ -106,23 +106,22 @@ def train_with_aux(tx, loss_fn, params, opt_state, *args):
   return optax.apply_updates(params, updates), opt_state, aux
 
 
+def jit_step(train_step, tx, *args, params=None, batch=None):
+  """Return a step of params, their state, further arguments and a batch."""
+  params = init_mlp() if params is None else params
+  batch = make_batch() if batch is None else batch
+  return jax.jit(train_step), (params, tx.init(params), *args, batch)
+
+
 def make_train_step(
-  tx,
-  loss_fn=mse_loss_fn,
-  params=None,
-  batch=None,
-  jit=jax.jit,
-  cast=ols.autocast,
+  tx, loss_fn=mse_loss_fn, params=None, batch=None, cast=ols.autocast
 ):
   """Return the step of the README with an optimizer, and its arguments."""
 
-  @jit
   def train_step(params, opt_state, batch):
     return train(tx, loss_fn, params, opt_state, batch, cast=cast)
 
-  params = init_mlp() if params is None else params
-  batch = make_batch() if batch is None else batch
-  return train_step, (params, tx.init(params), batch)
+  return jit_step(train_step, tx, params=params, batch=batch)
 
 
 def no_cast(loss_fn):

@@ -1,13 +1,12 @@
 """Steps that accumulate the gradients of several batches."""
 
-import jax
 from jax import lax
 import jax.numpy as jnp
 import optax
 
 from helpers.sound_steps import (
   init_mlp,
-  make_batch,
+  jit_step,
   make_train_step,
   mse_loss_fn,
 )
@@ -27,7 +26,6 @@ def multi_steps_inside_at_the_last_micro_batch():
 def under_cond_that_waits():
   """Gradients are added in float32; every second call updates."""
 
-  @jax.jit
   def train_step(params, opt_state, total, count, batch):
     loss, grads = ols.value_and_grad(ols.autocast(mse_loss_fn), opt_state)(
       params, batch
@@ -43,10 +41,8 @@ def under_cond_that_waits():
     wait = lambda: (params, opt_state, total, count)
     return *lax.cond(count == 2, apply, wait), loss
 
-  params = init_mlp()
-  zeros = optax.tree.zeros_like(params)
-  args = params, TX.init(params), zeros, jnp.int32(0), make_batch()
-  return train_step, args
+  zeros = optax.tree.zeros_like(init_mlp())
+  return jit_step(train_step, TX, zeros, jnp.int32(0))
 
 
 def under_cond_that_updates():
@@ -64,7 +60,6 @@ def skipping_large_norms():
   )
   tx = ols.with_loss_scaling(inner)
 
-  @jax.jit
   def train_step(params, opt_state, mean_norm, batch):
     grads = ols.grad(ols.autocast(mse_loss_fn), opt_state)(params, batch)
     norm = optax.tree.norm(grads)
@@ -75,5 +70,4 @@ def skipping_large_norms():
     mean_norm = ols.select_if_finite(opt_state, new_mean_norm, mean_norm)
     return optax.apply_updates(params, updates), opt_state, mean_norm
 
-  params = init_mlp()
-  return train_step, (params, tx.init(params), jnp.float32(1), make_batch())
+  return jit_step(train_step, tx, jnp.float32(1))

@@ -9,6 +9,7 @@ import optax
 from helpers.sound_steps import (
   apply_mlp,
   init_mlp,
+  jit_step,
   make_batch,
   make_train_step,
   mse,
@@ -77,15 +78,13 @@ def float32_master_copies():
   """Float16 gradients of float16 copies; updates of the copies in float32."""
   tx = ols.with_loss_scaling(ADAM)
 
-  @jax.jit
   def train_step(master_params, opt_state, batch):
     half_params = optax.tree.cast(master_params, jnp.float16)
     grads = ols.grad(half_loss_fn, opt_state)(half_params, batch)
     updates, opt_state = tx.update(grads, opt_state, master_params)
     return optax.apply_updates(master_params, updates), opt_state
 
-  params = init_mlp()
-  return train_step, (params, tx.init(params), make_batch())
+  return jit_step(train_step, tx)
 
 
 def master_copies_beside_params():

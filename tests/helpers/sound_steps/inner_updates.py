@@ -9,6 +9,7 @@ import optax
 from helpers.sound_steps import (
   apply_mlp,
   init_mlp,
+  jit_step,
   make_batch,
   mse,
   mse_loss_fn,
@@ -44,25 +45,23 @@ def diloco():
   """The outer optimizer receives the difference of parameters."""
   outer = ols.with_loss_scaling(optax.sgd(0.7, momentum=0.9, nesterov=True))
 
-  @jax.jit
   def train_step(params, inner_state, outer_state, batch):
     new_params, inner_state = _train_twice(ADAM, params, inner_state, batch)
     difference = jax.tree.map(jnp.subtract, params, new_params)
     params, outer_state = _apply(outer, difference, params, outer_state)
     return params, inner_state, outer_state
 
-  return train_step, (PARAMS, ADAM.init(PARAMS), outer.init(PARAMS), BATCH)
+  return jit_step(train_step, ADAM, outer.init(PARAMS))
 
 
 def reptile():
   """The parameters move towards those of a few steps."""
 
-  @jax.jit
   def train_step(params, opt_state, batch):
     new_params, opt_state = _train_twice(SGD, params, opt_state, batch)
     return optax.incremental_update(new_params, params, 0.1), opt_state
 
-  return train_step, (PARAMS, SGD.init(PARAMS), BATCH)
+  return jit_step(train_step, SGD)
 
 
 def extragradient():
@@ -76,13 +75,12 @@ def extragradient_with_moments():
 def _make_extragradient_step(tx):
   """The gradient is that of parameters ahead."""
 
-  @jax.jit
   def train_step(params, opt_state, batch):
     ahead = _move(tx, params, opt_state, batch)
     grads = ols.grad(_cast_loss_fn, opt_state)(ahead, batch)
     return _apply(tx, grads, params, opt_state)
 
-  return train_step, (PARAMS, tx.init(PARAMS), BATCH)
+  return jit_step(train_step, tx)
 
 
 def darts():
@@ -112,29 +110,17 @@ def darts():
 def maml():
   """The loss is that after an inner update, which is differentiated."""
 
-  @jax.jit
   def train_step(params, opt_state, inner_state, batch):
     loss_fn = lambda p: _cast_loss_fn(_move(SGD, p, inner_state, batch), batch)
     grads = ols.grad(loss_fn, opt_state)(params)
     return *_apply(ADAM, grads, params, opt_state), inner_state
 
-  return train_step, (PARAMS, ADAM.init(PARAMS), SGD.init(PARAMS), BATCH)
-
-
-def first_order_maml():
-  @jax.jit
-  def train_step(params, opt_state, inner_state, batch):
-    ahead = _move(SGD, params, inner_state, batch)
-    grads = ols.grad(_cast_loss_fn, opt_state)(ahead, batch)
-    return *_apply(ADAM, grads, params, opt_state), inner_state
-
-  return train_step, (PARAMS, ADAM.init(PARAMS), SGD.init(PARAMS), BATCH)
+  return jit_step(train_step, ADAM, SGD.init(PARAMS))
 
 
 def federated_averaging():
   """Each client starts from the same parameters and the same state."""
 
-  @jax.jit
   def train_step(params, opt_state, batches):
     client = functools.partial(_train_twice, ADAM, params, opt_state)
     all_params, states = jax.vmap(client)(batches)
@@ -142,13 +128,12 @@ def federated_averaging():
     return mean, jax.tree.map(lambda x: x[0], states)
 
   batches = jax.tree.map(lambda x: jnp.stack([x, x]), BATCH)
-  return train_step, (PARAMS, ADAM.init(PARAMS), batches)
+  return jit_step(train_step, ADAM, batch=batches)
 
 
 def variance_reduced():
   """A gradient is corrected by that of a snapshot, as in SVRG."""
 
-  @jax.jit
   def train_step(params, opt_state, snapshot, snapshot_grads, batch):
     grad_fn = ols.grad(_cast_loss_fn, opt_state)
     grads = jax.tree.map(
@@ -161,17 +146,16 @@ def variance_reduced():
 
   snapshot = init_mlp(seed=7)
   zeros = jax.tree.map(jnp.zeros_like, PARAMS)
-  return train_step, (PARAMS, ADAM.init(PARAMS), snapshot, zeros, BATCH)
+  return jit_step(train_step, ADAM, snapshot, zeros)
 
 
 def retry_in_a_branch():
   """A skipped step is repeated with the lower loss scale."""
 
-  @jax.jit
   def train_step(params, opt_state, batch):
     first = train(ADAM, mse_loss_fn, params, opt_state, batch)
     is_applied = ols.get_loss_scale_state(first[1]).last_finite
     again = lambda: train(ADAM, mse_loss_fn, params, first[1], batch)
     return jax.lax.cond(is_applied, lambda: first, again)
 
-  return train_step, (PARAMS, ADAM.init(PARAMS), BATCH)
+  return jit_step(train_step, ADAM)

@@ -10,10 +10,10 @@ import optax
 from helpers.sound_steps import (
   apply_mlp,
   init_mlp,
+  jit_step,
   make_batch,
   make_train_step,
   mse_loss_fn,
-  normal,
   train,
 )
 import optax_lossscale as ols
@@ -94,20 +94,10 @@ def schedule_that_begins_later():
   return make_train_step(ols.with_loss_scaling(optax.sgd(schedule)))
 
 
-def branch_that_updates():
-  @jax.jit
-  def train_step(params, opt_state, batch, count):
-    update = lambda: train(ADAM, mse_loss_fn, params, opt_state, batch)[:2]
-    return lax.cond(count % 2 == 0, update, lambda: (params, opt_state))
-
-  return train_step, (PARAMS, ADAM.init(PARAMS), BATCH, jnp.int32(0))
-
-
 def second_loss_that_is_left_out():
   """The second loss has a scale, too, and is left out if it overflows."""
   policy = ols.DynamicLossScale()
 
-  @jax.jit
   def train_step(params, opt_state, other_state, batch):
     loss_fn = ols.autocast(mse_loss_fn)
     grads = ols.grad(loss_fn, opt_state)(params, batch)
@@ -119,7 +109,7 @@ def second_loss_that_is_left_out():
     params = optax.apply_updates(params, updates)
     return params, opt_state, policy.adjust(other_state, is_finite)
 
-  return train_step, (PARAMS, ADAM.init(PARAMS), policy.init(), BATCH)
+  return jit_step(train_step, ADAM, policy.init())
 
 
 # Something changes the new parameters or the new state.
@@ -136,11 +126,6 @@ def on_a_sphere():
   project = lambda x: x / jnp.linalg.norm(x)
   change = lambda old, new: (jax.tree.map(project, new[0]), new[1])
   return _make_step(change, params=params)
-
-
-def in_a_ball():
-  project = optax.projections.projection_l2_ball
-  return _make_step(lambda old, new: (project(new[0], 1.0), new[1]))
 
 
 def nonnegative():
@@ -170,15 +155,6 @@ def previous_params():
   return _make_step(lambda old, new, _: (*new, old[0]), init_mlp(seed=3))
 
 
-def average_with_large_weights():
-  """Another average serves evaluation."""
-
-  def change(old, new, average, best):
-    return *new, optax.incremental_update(new[0], average, 1e-3), best
-
-  return _make_step(change, PARAMS, PARAMS)
-
-
 def best_params():
   def change(old, new, best, best_loss):
     loss = _cast_loss_fn(old[0], BATCH)
@@ -196,15 +172,6 @@ def lookahead_by_hand():
     return _where(is_sync, slow, new[0]), new[1], slow
 
   return _make_step(change, PARAMS, jnp.int32(0))
-
-
-def moments_restarted_now():
-  def change(old, new, count):
-    fresh = ADAM.init(new[0]).inner_state
-    inner_state = _where(count % 10 == 0, fresh, new[1].inner_state)
-    return new[0], new[1]._replace(inner_state=inner_state)
-
-  return _make_step(change, jnp.int32(20))
 
 
 def rate_that_reacts_to_a_skip():
@@ -228,17 +195,6 @@ def ratio_to_itself():
     log_probs = jax.nn.log_softmax(apply_mlp(params, batch[0]))
     ratio = jnp.exp(log_probs - lax.stop_gradient(log_probs))
     return -jnp.mean(ratio * batch[1])
-
-  return make_train_step(ADAM, loss_fn)
-
-
-def magic_box():
-  """The surrogate loss of DiCE."""
-
-  def loss_fn(params, batch):
-    log_probs = jnp.sum(jax.nn.log_softmax(apply_mlp(params, batch[0])), -1)
-    box = jnp.exp(log_probs - lax.stop_gradient(log_probs))
-    return jnp.mean(box * batch[1][:, 0])
 
   return make_train_step(ADAM, loss_fn)
 
@@ -278,24 +234,18 @@ def temperature():
 def _make_changed_step(change):
   """Return a step that changes its gradients before `update`."""
 
-  @jax.jit
   def train_step(params, opt_state, batch):
     grad_fn = ols.grad(ols.autocast(mse_loss_fn), opt_state)
     grads = change(grad_fn(params, batch), lambda b: grad_fn(params, b))
     updates, opt_state = ADAM.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
-  return train_step, (PARAMS, ADAM.init(PARAMS), BATCH)
+  return jit_step(train_step, ADAM)
 
 
 def centralized_gradients():
   centre = lambda x: x - jnp.mean(x, 0) if x.ndim > 1 else x
   return _make_changed_step(lambda grads, _: jax.tree.map(centre, grads))
-
-
-def noisy_gradients():
-  noise = lambda x: x + 0.01 * normal(*x.shape, seed=9)
-  return _make_changed_step(lambda grads, _: jax.tree.map(noise, grads))
 
 
 def projected_conflicts():
@@ -319,10 +269,6 @@ def sharpness_aware():
 
 def distance_over_gradients():
   return _make_contrib_step("dog")
-
-
-def distance_over_weighted_gradients():
-  return _make_contrib_step("dowg")
 
 
 def _make_contrib_step(name):

@@ -14,6 +14,7 @@ from helpers.sound_steps import (
   FEATURES,
   HIDDEN,
   init_mlp,
+  jit_step,
   make_labeled_batch,
   make_train_step,
   mse,
@@ -111,7 +112,6 @@ def small_gradients():
 def best_loss_that_starts_at_inf():
   """The best loss so far is inf before the first step."""
 
-  @jax.jit
   def train_step(params, opt_state, best_loss, batch):
     params, opt_state, loss = train(
       TX, cross_entropy_loss_fn, params, opt_state, batch
@@ -120,6 +120,5 @@ def best_loss_that_starts_at_inf():
     best_loss = ols.select_if_finite(opt_state, new_best_loss, best_loss)
     return params, opt_state, best_loss, loss
 
-  params = init_mlp()
   batch = make_labeled_batch()
-  return train_step, (params, TX.init(params), jnp.float32(jnp.inf), batch)
+  return jit_step(train_step, TX, jnp.float32(jnp.inf), batch=batch)

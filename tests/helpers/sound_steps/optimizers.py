@@ -7,6 +7,7 @@ from optax import contrib
 
 from helpers.sound_steps import (
   init_mlp,
+  jit_step,
   make_batch,
   make_train_step,
   mse_loss_fn,
@@ -94,15 +95,13 @@ def _make_extra_args_step(inner, get_extra_args):
   tx = ols.with_loss_scaling(inner)
   loss_fn = ols.autocast(mse_loss_fn)
 
-  @jax.jit
   def train_step(params, opt_state, batch):
     loss, grads = ols.value_and_grad(loss_fn, opt_state)(params, batch)
     extra_args = get_extra_args(loss, grads, loss_fn, opt_state, batch)
     updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
     return optax.apply_updates(params, updates), opt_state, loss
 
-  params = init_mlp()
-  return train_step, (params, tx.init(params), make_batch())
+  return jit_step(train_step, tx)
 
 
 def _get_value(loss, *_):
@@ -114,22 +113,9 @@ def reduce_on_plateau():
   return _make_extra_args_step(optax.chain(ADAM, plateau), _get_value)
 
 
-def polyak_sgd():
-  return _make_extra_args_step(
-    optax.polyak_sgd(max_learning_rate=0.1), _get_value
-  )
-
-
 def _get_search_args(loss, grads, loss_fn, opt_state, batch):
   value_fn = lambda params: loss_fn(params, batch)
   return {"value": loss, "grad": grads, "value_fn": value_fn}
-
-
-def backtracking_line_search():
-  search = optax.scale_by_backtracking_linesearch(max_backtracking_steps=5)
-  return _make_extra_args_step(
-    optax.chain(optax.sgd(1.0), search), _get_search_args
-  )
 
 
 def lbfgs():
@@ -210,14 +196,13 @@ def lookahead():
   """Fast and slow parameters, and gradients of the fast ones."""
   tx = ols.with_loss_scaling(optax.lookahead(ADAM, 3, 0.5))
 
-  @jax.jit
   def train_step(params, opt_state, batch):
     grads = ols.grad(ols.autocast(mse_loss_fn), opt_state)(params.fast, batch)
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
   params = optax.LookaheadParams.init_synced(init_mlp())
-  return train_step, (params, tx.init(params), make_batch())
+  return jit_step(train_step, tx, params=params)
 
 
 def per_example_clipping():
@@ -225,12 +210,10 @@ def per_example_clipping():
   aggregate = contrib.differentially_private_aggregate(1.0, 0.1, 0)
   tx = ols.with_loss_scaling(optax.chain(aggregate, optax.sgd(0.1)))
 
-  @jax.jit
   def train_step(params, opt_state, batch):
     grad_fn = ols.grad(ols.autocast(mse_loss_fn), opt_state)
     grads = jax.vmap(grad_fn, (None, 0))(params, batch)
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
-  params = init_mlp()
-  return train_step, (params, tx.init(params), make_batch())
+  return jit_step(train_step, tx)

@@ -1,12 +1,10 @@
 """Steps that use the options of this package, around one small model."""
 
-import jax
 import jax.numpy as jnp
 import optax
 
 from helpers.sound_steps import (
-  init_mlp,
-  make_batch,
+  jit_step,
   make_train_step,
   mse_loss_fn,
   train,
@@ -46,25 +44,21 @@ def finite_loss_required():
   """A step whose loss is not finite is skipped, too."""
   tx = ols.with_loss_scaling(ADAM)
 
-  @jax.jit
   def train_step(params, opt_state, batch):
     finite = jnp.isfinite(ols.autocast(mse_loss_fn)(params, batch))
     return train(tx, mse_loss_fn, params, opt_state, batch, grads_finite=finite)
 
-  params = init_mlp()
-  return train_step, (params, tx.init(params), make_batch())
+  return jit_step(train_step, tx)
 
 
 def logged():
   """Metrics of the loss scale, and NaN as the loss of a skipped step."""
   tx = ols.with_loss_scaling(ADAM)
 
-  @jax.jit
   def train_step(params, opt_state, batch):
     params, opt_state, loss = train(tx, mse_loss_fn, params, opt_state, batch)
     loss = ols.select_if_finite(opt_state, loss, jnp.full_like(loss, jnp.nan))
     metrics = ols.loss_scale_metrics(opt_state, policy="dynamic")
     return params, opt_state, metrics | {"loss": loss}
 
-  params = init_mlp()
-  return train_step, (params, tx.init(params), make_batch())
+  return jit_step(train_step, tx)

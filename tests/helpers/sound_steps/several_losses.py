@@ -12,9 +12,9 @@ from helpers.sound_steps import (
   FEATURES,
   HIDDEN,
   init_mlp,
+  jit_step,
   make_batch,
   make_labeled_batch,
-  make_train_step,
   mse,
   mse_loss_fn,
   normal,
@@ -141,32 +141,15 @@ def mean_teacher():
   return train_step, (student, teacher, TX.init(student), views)
 
 
-def maml():
-  """The loss after one inner step of gradient descent, for each task."""
-
-  def loss_fn(params, tasks):
-    def task_loss(support, query):
-      grads = jax.grad(mse_loss_fn)(params, support)
-      adapted = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-      return mse_loss_fn(adapted, query)
-
-    return jnp.mean(jax.vmap(task_loss)(*tasks))
-
-  x, y = (a.reshape(2, 2, 4, -1) for a in make_batch(16))
-  return make_train_step(TX, loss_fn, batch=((x[0], y[0]), (x[1], y[1])))
-
-
 def pretrained_features():
   """A frozen encoder runs in float16 as well, outside of the loss."""
   encoder = init_mlp((FEATURES, HIDDEN, FEATURES), seed=7)
 
-  @jax.jit
   def train_step(head, opt_state, encoder, batch):
     features = ols.autocast(apply_mlp)(encoder, batch[0])
     return _train(mse_loss_fn, head, opt_state, (features, batch[1]))
 
-  head = init_mlp()
-  return train_step, (head, TX.init(head), encoder, make_batch())
+  return jit_step(train_step, TX, encoder)
 
 
 def alternating_updates():

@@ -9,6 +9,7 @@ from helpers.sound_steps import (
   apply_mlp,
   dense,
   init_mlp,
+  jit_step,
   make_batch,
   make_train_step,
   mse,
@@ -23,9 +24,9 @@ TX = ols.with_loss_scaling(optax.adam(1e-2))
 
 def jitted_loss_only():
   """The optimizer runs outside of ``jit``."""
-  return make_train_step(
-    TX, jit=lambda step: step, cast=lambda loss: jax.jit(ols.autocast(loss))
-  )
+  jit_loss = lambda loss_fn: jax.jit(ols.autocast(loss_fn))
+  step, args = make_train_step(TX, cast=jit_loss)
+  return step.__wrapped__, args
 
 
 def state_in_a_dict():
@@ -45,20 +46,6 @@ def state_in_a_dict():
   return train_step, (state, make_batch())
 
 
-def two_updates_per_step():
-  """Two batches, one after the other, in one compiled call."""
-  step, (params, opt_state, _) = make_train_step(TX)
-
-  @jax.jit
-  def train_twice(params, opt_state, batches):
-    for batch in batches:
-      params, opt_state, loss = step(params, opt_state, batch)
-    return params, opt_state, loss
-
-  x, y = make_batch(16)
-  return train_twice, (params, opt_state, [(x[:8], y[:8]), (x[8:], y[8:])])
-
-
 def auxiliary_outputs():
   """Outputs and metrics come with the loss, and are not scaled."""
 
@@ -67,15 +54,13 @@ def auxiliary_outputs():
     mae = jnp.mean(jnp.abs(out - batch[1]))
     return mse(out, batch[1]), {"out": out, "mae": mae}
 
-  @jax.jit
   def train_step(params, opt_state, batch):
     params, opt_state, aux = train_with_aux(
       TX, loss_fn, params, opt_state, batch
     )
     return params, opt_state, aux["mae"]
 
-  params = init_mlp()
-  return train_step, (params, TX.init(params), make_batch())
+  return jit_step(train_step, TX)
 
 
 def checkpointed_layers():
@@ -131,7 +116,6 @@ def logging_callback():
   """The host receives the loss and the scale of each step, in order."""
   history = []
 
-  @jax.jit
   def train_step(params, opt_state, batch):
     params, opt_state, loss = train(TX, mse_loss_fn, params, opt_state, batch)
     scale = ols.get_loss_scale_state(opt_state).loss_scale
@@ -139,20 +123,16 @@ def logging_callback():
     io_callback(log, None, loss, scale, ordered=True)
     return params, opt_state, loss
 
-  params = init_mlp()
-  return train_step, (params, TX.init(params), make_batch())
+  return jit_step(train_step, TX)
 
 
 def random_augmentation():
   """Noise on the inputs, and a new random key among the results."""
 
-  @jax.jit
   def train_step(params, opt_state, key, batch):
     key, noise_key = jax.random.split(key)
     noise = 0.1 * jax.random.normal(noise_key, batch[0].shape)
     batch = batch[0] + noise, batch[1]
     return *train(TX, mse_loss_fn, params, opt_state, batch), key
 
-  params = init_mlp()
-  args = params, TX.init(params), jax.random.key(0), make_batch()
-  return train_step, args
+  return jit_step(train_step, TX, jax.random.key(0))
