@@ -38,6 +38,9 @@ SelectCaptureFn = Callable[[str], Callable[[Any], Any] | None]
 UNCHANGED: Callable[[Any], Any] = lambda x: x
 
 
+_CondBranches = tuple[tuple[int, int], ...]
+
+
 class TaggedValue(NamedTuple):
   """A tagged value that the rewritten jaxpr returns.
 
@@ -48,7 +51,7 @@ class TaggedValue(NamedTuple):
   """
 
   tag: str
-  cond_branches: tuple[tuple[int, int], ...] = ()
+  cond_branches: _CondBranches = ()
 
 
 class HarvestedJaxpr(NamedTuple):
@@ -119,7 +122,10 @@ class _Harvester:
     self._required_search = _walk.EqnSearch(is_required, _eqns.subjaxprs)
 
   def harvest_jaxpr(
-    self, closed_jaxpr: _eqns.ClosedJaxpr, location: _provenance.EqnLocation
+    self,
+    closed_jaxpr: _eqns.ClosedJaxpr,
+    location: _provenance.EqnLocation,
+    cond_branches: _CondBranches = (),
   ) -> HarvestedJaxpr:
     """Rewrite a jaxpr that is called from this location."""
     jaxpr = closed_jaxpr.jaxpr
@@ -128,7 +134,7 @@ class _Harvester:
       _HarvestedEqn([eqn])
       if returned_vars.intersection(eqn.outvars)
       and self._is_optional(str(get_tag(eqn)))
-      else self._harvest_eqn(eqn, jaxpr, location)
+      else self._harvest_eqn(eqn, jaxpr, location, cond_branches)
       for eqn in jaxpr.eqns
     ]
     join = lambda field: [
@@ -151,11 +157,12 @@ class _Harvester:
     eqn: core.JaxprEqn,
     jaxpr: core.Jaxpr,
     location: _provenance.EqnLocation,
+    cond_branches: _CondBranches,
   ) -> _HarvestedEqn:
     """Rewrite one equation, or return it unchanged if it contains no tag."""
     capture = self._get_capture(eqn)
     if capture is not None:
-      return _capture_eqn(eqn, capture)
+      return _capture_eqn(eqn, capture, cond_branches)
     if not self._captured_search.any_inside(eqn):
       return _HarvestedEqn([eqn])
     eqn_location = location.locate(eqn, jaxpr)
@@ -167,21 +174,24 @@ class _Harvester:
     if not _can_add_outputs(eqn, hop):
       self._unreached_labels += labels
       return _HarvestedEqn([eqn])
-    self._cond_labels += labels * isinstance(hop, _higher_order.Cond)
-    harvest_body = functools.partial(self.harvest_jaxpr, location=eqn_location)
+    is_cond = isinstance(hop, _higher_order.Cond)
+    self._cond_labels += labels * is_cond
     # Captures are traced while the bodies are rewritten, so the mesh axes of a
     # `shard_map` must be bound.
     bodies = _higher_order.call_in_eqn_context(
-      eqn, lambda: list(map(harvest_body, _higher_order.get_bodies(hop)))
+      eqn,
+      lambda: [
+        self.harvest_jaxpr(
+          body, eqn_location, (*cond_branches, *[(id(eqn), i)] * is_cond)
+        )
+        for i, body in enumerate(_higher_order.get_bodies(hop))
+      ],
     )
     closed_jaxprs = [body.closed_jaxpr for body in bodies]
     match hop:
       case _higher_order.Call():
         return _add_outputs_to_call(eqn, *bodies)
       case _higher_order.Cond():
-        bodies = [
-          _add_cond_branch(body, id(eqn), i) for i, body in enumerate(bodies)
-        ]
         fun = _make_cond_with_outputs(closed_jaxprs, len(eqn.outvars))
       case _higher_order.Scan():
         fun = _make_scan_with_outputs(hop, *closed_jaxprs)
@@ -217,7 +227,9 @@ def get_tag(eqn: core.JaxprEqn) -> str | None:
 
 
 def _capture_eqn(
-  eqn: core.JaxprEqn, capture: Callable[[Any], Any]
+  eqn: core.JaxprEqn,
+  capture: Callable[[Any], Any],
+  cond_branches: _CondBranches,
 ) -> _HarvestedEqn:
   """Append the equations of its capture to a tag equation."""
   eqn = _eqns.replace_dropped_outvars(eqn)
@@ -231,20 +243,8 @@ def _capture_eqn(
     None if capture is UNCHANGED else _eqns.trace_replacement_eqns(fun, eqn)
   )
   eqns, captured_vars = replacement or ([eqn], eqn.outvars)
-  return _HarvestedEqn(eqns, captured_vars, [TaggedValue(str(get_tag(eqn)))])
-
-
-def _add_cond_branch(
-  body: HarvestedJaxpr, cond_id: int, branch_index: int
-) -> HarvestedJaxpr:
-  """Record the branch of a ``cond`` that contains the tagged values."""
-  tagged_values = [
-    value._replace(
-      cond_branches=((cond_id, branch_index), *value.cond_branches)
-    )
-    for value in body.tagged_values
-  ]
-  return body._replace(tagged_values=tagged_values)
+  tagged_value = TaggedValue(str(get_tag(eqn)), cond_branches)
+  return _HarvestedEqn(eqns, captured_vars, [tagged_value])
 
 
 def _can_add_outputs(
