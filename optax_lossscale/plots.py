@@ -334,7 +334,7 @@ def plot_precision(
   axes = _get_axes(axes, "plot_precision", rows=2)
   top, bottom = axes
   rows = sorted(report.layers, key=lambda row: row.program_index)
-  highlighted_names = {*report.top_outliers(len(rows)), *report.overflowing}
+  highlighted_names = {*report.outliers, *report.overflowing}
   colors = [
     _OUTLIER_COLOR if row.name in highlighted_names else _NORMAL_COLOR
     for row in rows

@@ -82,13 +82,6 @@ def as_highest_float32(eqn: core.JaxprEqn) -> core.JaxprEqn:
   return replace_result_dtype(eqn, jnp.float32, precision=highest)
 
 
-def get_result_dtype(eqn: core.JaxprEqn) -> Any:
-  """Return the result dtype of a matmul or convolution."""
-  aval: Any = eqn.outvars[0].aval
-  preferred_dtype: Any = eqn.params.get("preferred_element_type")
-  return jnp.dtype(preferred_dtype or aval.dtype)
-
-
 def map_dtypes(
   eqn: core.JaxprEqn, map_fn: Callable[[Any], Any]
 ) -> core.JaxprEqn:

@@ -23,7 +23,6 @@ from optax_lossscale.diagnostics._leaves import (
 from optax_lossscale.diagnostics._overflow._find_overflow import find_overflow
 from optax_lossscale.diagnostics._overflow._report import Overflow
 from optax_lossscale.diagnostics._precision_report import (
-  Flops,
   precision_report,
   PrecisionReport,
 )
@@ -36,7 +35,6 @@ from optax_lossscale.diagnostics._probes import (
 from optax_lossscale.diagnostics._reports import LayerPrecision, Problem
 
 __all__ = [
-  "Flops",
   "GradientReport",
   "GradientStats",
   "LayerPrecision",

@@ -42,30 +42,6 @@ _REDUCER_PREFIXES = (
 )
 
 
-class Flops(NamedTuple):
-  """The matmuls and convolutions of one pair of dtypes.
-
-  Attributes:
-    operand_dtype: the dtype of the operands; the wider one of two.
-    result_dtype: the dtype of the result. XLA accumulates 16-bit matmuls in
-      float32, and rounds the result once.
-    flops: the number of floating-point operations.
-    fraction: the fraction of all FLOPs.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> from optax_lossscale import diagnostics
-    >>> report = diagnostics.precision_report(jnp.dot, *[jnp.eye(8)] * 2)
-    >>> report.flops[0].operand_dtype, report.flops[0].flops
-    ('float32', 1024)
-  """
-
-  operand_dtype: str
-  result_dtype: str
-  flops: int
-  fraction: float
-
-
 @dataclasses.dataclass(frozen=True)
 class PrecisionReport(_reports.PrintedReport):
   """The report of :func:`precision_report`: how much runs in which dtype.
@@ -77,7 +53,8 @@ class PrecisionReport(_reports.PrintedReport):
     fraction: the fraction of them whose operands are in this dtype, or in one
       with fewer bits; 1.0 if there are none. In another dtype with as many
       bits, they don't count: float16 hardware may not have bfloat16.
-    flops: a :class:`Flops` for each pair of dtypes, the largest first.
+    flops: the FLOPs by the dtype of the operands, the wider one of two; the
+      largest first.
     unconverted: a :class:`LayerPrecision` for each layer whose operands are in
       another dtype, the largest first.
     can_autocast: whether :func:`optax_lossscale.autocast` can cast any of these
@@ -100,7 +77,7 @@ class PrecisionReport(_reports.PrintedReport):
   dtype: str
   total_flops: int
   fraction: float
-  flops: tuple[Flops, ...]
+  flops: dict[str, int]
   unconverted: tuple[_reports.LayerPrecision, ...]
   can_autocast: bool
   limitations: tuple[str, ...]
@@ -109,7 +86,6 @@ class PrecisionReport(_reports.PrintedReport):
   def as_dict(self) -> dict[str, Any]:
     """Returns the report as dicts and lists, for machines."""
     return vars(self) | {
-      "flops": [row._asdict() for row in self.flops],
       "unconverted": [row._asdict() for row in self.unconverted],
       "limitations": list(self.limitations),
     }
@@ -117,12 +93,11 @@ class PrecisionReport(_reports.PrintedReport):
   def __str__(self) -> str:
     flops = [
       {
-        "operand dtype": row.operand_dtype,
-        "result dtype": row.result_dtype,
-        "flops": f"{row.flops:.3g}",
-        "fraction": f"{row.fraction:.1%}",
+        "operand dtype": dtype,
+        "flops": f"{count:.3g}",
+        "fraction": f"{_get_fraction(count, self.total_flops):.1%}",
       }
-      for row in self.flops
+      for dtype, count in self.flops.items()
     ]
     unconverted = [
       _reports.format_location_cells(row)
@@ -144,7 +119,7 @@ class PrecisionReport(_reports.PrintedReport):
     ]
     if flops:
       title = f"FLOPs of matmuls and convolutions: {self.total_flops:.3g}"
-      parts += [title, _reports.format_table(flops, 2)]
+      parts += [title, _reports.format_table(flops, 1)]
     if unconverted:
       title = f"Matmuls and convolutions not in {self.dtype}:"
       parts += [title, _reports.format_table(unconverted, 3)]
@@ -256,19 +231,20 @@ def report_traced(
   limitations += list(filter(None, map(_describe_limitation, visits)))
   all_matmuls = _collect_matmuls(visits)
   matmuls = [x for x in all_matmuls if not _is_in_optimizer(x.visit)]
-  total_flops = sum(matmul.flops for matmul in matmuls)
+  flops: collections.Counter[str] = collections.Counter()
+  for matmul in matmuls:
+    flops[matmul.operand_dtype] += matmul.flops
   is_converted = lambda matmul: _is_as_narrow(matmul.operand_dtype, dtype)
+  total_flops = flops.total()
   flops_in_dtype = sum(x.flops for x in filter(is_converted, matmuls))
   unconverted = [x for x in matmuls if not is_converted(x)]
   has_autocast = any(x.visit.location.autocast_dtype for x in matmuls)
   return PrecisionReport(
     dtype=str(dtype),
     total_flops=total_flops,
-    fraction=flops_in_dtype / total_flops if total_flops else 1.0,
-    flops=_merge_with_fractions(map(_as_flops, matmuls), total_flops),
-    unconverted=_merge_with_fractions(
-      _build_rows(matmuls, is_converted), total_flops
-    ),
+    fraction=_get_fraction(flops_in_dtype, total_flops),
+    flops=dict(flops.most_common()),
+    unconverted=_merge_rows(_build_rows(matmuls, is_converted), total_flops),
     can_autocast=not has_autocast and any(map(_is_castable, unconverted)),
     limitations=tuple(dict.fromkeys(limitations)),
     optimizer_flops=sum(x.flops for x in all_matmuls) - total_flops,
@@ -300,11 +276,6 @@ def _is_castable(matmul: _MatmulStats) -> bool:
   return _primitives.has_castable_dtypes(eqn) and all(
     aval.dtype == jnp.float32 for aval in operand_avals
   )
-
-
-def _as_flops(matmul: _MatmulStats) -> Flops:
-  result_dtype = _primitives.get_result_dtype(matmul.visit.eqn)
-  return Flops(matmul.operand_dtype, str(result_dtype), matmul.flops, 0.0)
 
 
 def _build_rows(
@@ -340,26 +311,30 @@ def _build_rows(
     )
 
 
-def _merge_with_fractions(
-  rows: Iterable[Any], total_flops: int
-) -> tuple[Any, ...]:
-  """Merge rows that differ only in integers, which are added up.
+def _merge_rows(
+  rows: Iterable[_reports.LayerPrecision], total_flops: int
+) -> tuple[_reports.LayerPrecision, ...]:
+  """Merge rows that differ only in their counts, which are added up.
 
   Returns:
     The rows with their fractions of the FLOPs, the largest first.
   """
-  counts_by_key: dict[Any, collections.Counter[str]] = {}
+  merged: dict[_reports.LayerPrecision, _reports.LayerPrecision] = {}
   for row in rows:
-    # Not isinstance: a bool, such as `backward`, is part of the key.
-    counts = {x: v for x, v in row._asdict().items() if type(v) is int}
-    key = row._replace(**dict.fromkeys(counts, 0))
-    counts_by_key.setdefault(key, collections.Counter()).update(counts)
-  merged_rows = [key._replace(**x) for key, x in counts_by_key.items()]
-  merged_rows.sort(key=lambda row: row.flops, reverse=True)
+    key = row._replace(run_count=0, flops=0)
+    old = merged.get(key, key)
+    merged[key] = key._replace(
+      run_count=old.run_count + row.run_count, flops=old.flops + row.flops
+    )
   return tuple(
-    x._replace(fraction=x.flops / total_flops if total_flops else 1.0)
-    for x in merged_rows
+    row._replace(fraction=_get_fraction(row.flops, total_flops))
+    for row in sorted(merged.values(), key=lambda row: row.flops, reverse=True)
   )
+
+
+def _get_fraction(flops: int, total_flops: int) -> float:
+  """Return a fraction of all FLOPs; 1.0 if there are none."""
+  return flops / total_flops if total_flops else 1.0
 
 
 def _collect_matmuls(visits: list[_walk.EqnVisit]) -> list[_MatmulStats]:

@@ -167,9 +167,7 @@ def test_the_error_equals_the_error_of_autocast(case):
   real = relative_error(exact, before)
   assert real > 1e-5
   assert report.error == pytest.approx(real, rel=0.02)
-  assert (
-    report.top_outliers(9) == report.overflowing == report.limitations == ()
-  )
+  assert report.outliers == report.overflowing == report.limitations == ()
   again = jax.jit(lambda *args: trained(*args))(W, X)
   assert_same_bits(again, before)  # A comparison changes nothing.
 
@@ -304,7 +302,7 @@ def test_magnitude_and_underflow_are_those_of_the_worst_array():
   assert row.log2_headroom == pytest.approx(np.log2(65504 / 1.2e5))
   assert row.underflow_fraction == 5 / 16
   assert row.subnormal_fraction == 5 / 16  # of the result, four times as large
-  assert report.overflowing == report.top_outliers() == (row.name,)
+  assert report.overflowing == report.outliers[:1] == (row.name,)
   assert report.error == row.isolated_error == math.inf
   wide = compare(fun, w, x, dtype=jnp.bfloat16)
   (row,) = wide.layers
@@ -342,12 +340,12 @@ def test_an_outlier_is_named():
 
   report = compare(fun, W, X)
   assert report.error > 0.1
-  (worst,) = report.top_outliers(3)
+  (worst,) = report.outliers
   assert worst == "bad"
   repaired = compare(fun, W, X, keep_float32=worst)
   assert repaired.error < 1e-2 and repaired.is_accurate
   by_bisection = search_worst(fun, W, X)
-  assert by_bisection.top_outliers() == (worst,)
+  assert by_bisection.outliers[:1] == (worst,)
   found = by_bisection.layers[0].isolated_error
   assert found == pytest.approx(report.layers[0].isolated_error, rel=0.01)
 
@@ -473,7 +471,7 @@ def test_a_loss_scale_that_is_too_large_is_reported():
   excess = -report.suggested_log2_scale_change
   assert excess == math.ceil(np.log2(largest / 65504))
   assert report.error == math.inf
-  assert report.top_outliers() == report.overflowing == ()
+  assert report.outliers == report.overflowing == ()
   lowered = compared(20 - excess)
   assert lowered.error < 0.01 and lowered.suggested_log2_scale_change == 0
   # It is not the scale that is too large.

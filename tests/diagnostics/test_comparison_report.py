@@ -188,8 +188,6 @@ def test_a_report_consists_of_plain_data_and_is_shown_in_notebooks():
   assert set(data) == {x.name for x in dataclasses.fields(report)}
   assert pickle.loads(pickle.dumps(report)) == report
   assert report.get_row("b") == layers[1]
-  assert report.top_outliers() == ("b",)
-  assert report.top_outliers(0) == () and report.top_outliers(3) == ("b", "a")
   assert report._repr_html_() == f"<pre>{html.escape(str(report))}</pre>"
 
 

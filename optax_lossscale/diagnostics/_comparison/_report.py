@@ -100,19 +100,6 @@ class PrecisionComparison(_reports.PrintedReport):
     """Returns the first row of a layer: the one with the largest error."""
     return next(row for row in self.layers if row.name == name)
 
-  def top_outliers(self, n: int = 1) -> tuple[str, ...]:
-    """Returns the names of the worst outliers.
-
-    Args:
-      n: the largest number of names.
-
-    Returns:
-      At most ``n`` names for ``keep_float32=`` of
-      :func:`optax_lossscale.autocast`, the worst first. There are none if no
-      layer is much worse than the others.
-    """
-    return self.outliers[:n]
-
   def as_dict(self) -> dict[str, Any]:
     """Returns the report as dicts and lists, for machines."""
     return vars(self) | {
