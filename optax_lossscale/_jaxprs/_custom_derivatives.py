@@ -184,7 +184,7 @@ def _transform_custom_vjp(
     )
     return _weights.WeightPaths(residual_paths, primal_paths)
 
-  new_bwd = _wrap_call(bwd.call_wrapped, transform, get_bwd_paths)
+  new_bwd = _wrap_call(bwd.call_wrapped, transform.map_call, get_bwd_paths)
   return {
     "call_jaxpr": transform.map_body(eqn.params["call_jaxpr"], paths),
     "fwd_jaxpr_thunk": _wrap_init_like(fwd, new_fwd),
@@ -210,7 +210,7 @@ def _transform_custom_lin(
     for has_zero_tangent in zero_mask
   )
   bwd_paths = _weights.WeightPaths(paths.inputs[: rule.num_consts], out_paths)
-  new_bwd = _wrap_call(bwd.call_wrapped, transform, lambda: bwd_paths)
+  new_bwd = _wrap_call(bwd.call_wrapped, transform.map_call, lambda: bwd_paths)
   return {"bwd": _wrap_init_like(bwd, new_bwd)}
 
 
@@ -239,14 +239,14 @@ def _memoize_by_jaxpr(
 
 def _wrap_call(
   fun: Callable[..., Any],
-  transform: RuleTransform,
+  map_call: Callable[..., Any],
   get_paths: Callable[[], _weights.WeightPaths],
 ) -> Callable[..., Any]:
   """Wrap a Python function of a rule so that it runs under the transform.
 
   Args:
     fun: the function.
-    transform: the transforms.
+    map_call: see :class:`RuleTransform`, whose ``map_body`` has tracers.
     get_paths: returns the weight paths of the first arrays that the function
       receives, and of its outputs. It is called when JAX calls the function.
   """
@@ -254,7 +254,7 @@ def _wrap_call(
   @functools.wraps(fun)
   def new_fun(*args: Any) -> Any:
     call = functools.partial(fun, *args)
-    return transform.map_call(call, flatten_with_zeros(args), get_paths())[0]
+    return map_call(call, flatten_with_zeros(args), get_paths())[0]
 
   return new_fun
 
@@ -275,7 +275,9 @@ def _transform_hijax_custom_jvp(
   rule_paths = _weights.WeightPaths((*paths.inputs, *paths.inputs))
   return {
     "traced": _retrace(hi_prim.traced, transform, paths),
-    "jvp_rule": _wrap_call(hi_prim.jvp_rule, transform, lambda: rule_paths),
+    "jvp_rule": _wrap_call(
+      hi_prim.jvp_rule, transform.map_call, lambda: rule_paths
+    ),
   }
 
 
@@ -338,7 +340,7 @@ def _transform_hijax_bwd(
     raise KeyError("Before JAX 0.12 the rules of hijax primitives differ.")
   # JAX would prefer the other two to bwd if they were set, and they compute the
   # same cotangents without the transform.
-  new_bwd = _wrap_call(hi_prim.bwd, transform, get_paths)
+  new_bwd = _wrap_call(hi_prim.bwd, transform.map_call, get_paths)
   return {"bwd": new_bwd, "bwd_accums": None, "remat_rules": None}
 
 

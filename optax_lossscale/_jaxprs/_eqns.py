@@ -78,9 +78,7 @@ def eval_jaxpr(
   closed_jaxpr: ClosedJaxpr,
   map_output: Callable[[core.JaxprEqn, Any, Any], Any],
 ) -> list[Any]:
-  """Evaluate a jaxpr without inputs, and replace some of its values.
-
-  Dead code is skipped.
+  """Evaluate a jaxpr without inputs, and replace values; skip dead code.
 
   Args:
     closed_jaxpr: the jaxpr.
@@ -219,10 +217,20 @@ def get_canonical_name(eqn: core.JaxprEqn) -> str:
 
 
 def has_same_signature(closed_jaxpr: ClosedJaxpr, eqn: core.JaxprEqn) -> bool:
-  """Return whether a jaxpr has as many inputs and outputs as an equation."""
+  """Return whether a jaxpr has as many inputs and outputs as an equation.
+
+  For a hijax primitive the shapes and dtypes must be equal, too: not each jaxpr
+  among its attributes computes its outputs from its inputs.
+  """
   jaxpr = closed_jaxpr.jaxpr
   pairs = (jaxpr.invars, eqn.invars), (jaxpr.outvars, eqn.outvars)
-  return all(len(inner) == len(outer) for inner, outer in pairs)
+  if get_hi_primitive(eqn) is None:
+    return all(len(inner) == len(outer) for inner, outer in pairs)
+  # The dtypes are strings, since `np.dtype("float64") == None` is True.
+  list_types = lambda atoms: [
+    (get_shape(v), str(getattr(v.aval, "dtype", ""))) for v in atoms
+  ]
+  return all(list_types(inner) == list_types(outer) for inner, outer in pairs)
 
 
 def lower_hijax(eqn: core.JaxprEqn) -> ClosedJaxpr | None:
@@ -428,8 +436,5 @@ def drop_literals(atoms: Iterable[Any]) -> Iterator[Any]:
 
 @functools.cache
 def _make_template_jaxpr() -> Any:
-  """Return an empty jaxpr, whose fields can be replaced.
-
-  The constructor of a jaxpr differs between versions of JAX.
-  """
+  """Return an empty jaxpr, since its constructor differs between versions."""
   return jax.make_jaxpr(lambda: ())().jaxpr

@@ -174,9 +174,10 @@ def test_an_inconsistent_equation_is_not_parsed(fun, change):
 
 def make_hidden_call(name, jaxpr=None):
   """An object that an equation of hijax calls, which may hold a jaxpr."""
-  thing = type(name, (), {})()
+  thing = type(name, (), {"params": {}})()
   if jaxpr is not None:
-    thing.jaxpr = jax.make_jaxpr(jaxpr)(*[X] * jaxpr.__code__.co_argcount)
+    closed = jax.make_jaxpr(jaxpr)(*[X] * jaxpr.__code__.co_argcount)
+    thing.params = {"jaxpr": closed}
   return thing
 
 
