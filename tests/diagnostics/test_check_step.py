@@ -177,18 +177,6 @@ def test_a_nan_in_the_batch_is_named():
   assert check.problems[0].cause == "The argument batch['x'] holds nan."
 
 
-def test_a_branch_that_was_not_taken_is_not_checked():
-  step, (params, state, batch) = make_step(loss_fn)
-
-  @jax.jit
-  def maybe(params, state, batch, i):
-    wait = lambda: (params, state)
-    return jax.lax.cond(i > 0, lambda: step(params, state, batch), wait)
-
-  check = check_step(maybe, params, state, batch, jnp.int32(0))
-  assert "update is in a branch that was not taken" in str(check)
-
-
 def test_at_most_twenty_lines_are_printed():
   problem = diagnostics.Problem("A cause.", "A fix.")
   check = check_sound_step()

@@ -81,9 +81,10 @@ SILENT = {
 @pytest.mark.parametrize(
   "name",
   mark_slow_params(
-    {"scaled by hand"},
+    (),
     SILENT,
     {
+      "scaled by hand",
       "one of three tasks",
       "delayed actor",
       "delayed update",

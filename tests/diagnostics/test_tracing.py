@@ -344,9 +344,14 @@ def test_a_metric_that_an_earlier_step_made_nan_is_not_named():
   assert hit == without and hit.backward
 
 
+def make_nan(x):
+  return np.full(x.shape, np.nan, x.dtype)
+
+
 def test_a_nonfinite_inner_state_that_update_receives_is_named():
   tx = ols.with_loss_scaling(optax.sgd(0.1, momentum=0.9), SMALL)
-  state = jax.tree.map(lambda x: np.float32(np.nan) * x, tx.init(GRADS))
+  state = tx.init(GRADS)
+  state = state._replace(inner_state=jax.tree.map(make_nan, state.inner_state))
   hit = find_overflow(
     lambda grads, state: tx.update(grads, state), GRADS, state
   )
@@ -409,7 +414,7 @@ def test_eager_computations_are_not_tagged():
   """Marks are for jaxprs; a computation that runs at once has none."""
   tx = ols.with_loss_scaling(optax.sgd(0.1))
   with mock.patch.object(_tags, "checkpoint_name") as named:
-    tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    tx.update(GRADS, tx.init(GRADS), GRADS)
   named.assert_not_called()
 
 
