@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import _arrays
+from optax_lossscale import _arrays, _grad_stats
 
 NAN, INF = float("nan"), float("inf")
 SGD = ols.with_loss_scaling(optax.sgd(1.0))
@@ -231,26 +231,25 @@ FLAGS = [
   *((x, False) for x in (np.bool_(False), 0, np.float16(0.0), -0.0, NAN, 0j)),
 ]
 # `jit` itself refuses or rounds these, if they are its arguments.
-CONSTANT_FLAGS = [2**40, -(2**2000), np.int64(2**40), np.float64(1e-300), 1e300]
+LARGE_FLAGS = [2**40, -(2**2000), np.int64(2**40), np.float64(1e-300), 1e300]
 
 
-@jit_or_slow_eager
-def test_a_number_passed_as_grads_finite_counts_by_its_truth_value(jit):
-  """A NaN is no answer, and counts as a no. No flag hides an overflow."""
+def test_a_number_passed_as_grads_finite_counts_by_its_truth_value():
+  """A NaN is no answer, and counts as a no."""
+  as_flag = functools.partial(_grad_stats._as_flag, "grads_finite")
+  as_flags = jax.jit(lambda flags: [as_flag(flag) for flag in flags])
+  flags, expected = map(list, zip(*FLAGS, strict=True))
+  assert as_flags(flags) == expected
+  assert [as_flag(flag) for flag in flags] == expected
+  assert all(as_flag(flag) for flag in LARGE_FLAGS)
+
+
+def test_a_step_is_applied_only_if_grads_and_grads_finite_say_so():
   w = np.ones(2, np.float32)
-
-  @jit
-  def update_with_each(grads, flags):
-    states = [
-      SGD.update(grads, SGD.init(w), w, grads_finite=flag)[1]
-      for flag in (*flags, *CONSTANT_FLAGS)
-    ]
-    return [state.loss_scale_state.last_finite for state in states]
-
-  flags = [flag for flag, _ in FLAGS]
-  expected = [counts for _, counts in FLAGS] + [True] * len(CONSTANT_FLAGS)
-  assert list(map(bool, update_with_each(w, flags))) == expected
-  assert not any(update_with_each(w * INF, flags))
+  state, update = SGD.init(w), jax.jit(SGD.update)
+  for grads, flag in itertools.product([w, w * INF], [True, False]):
+    _, after = update(grads, state, w, grads_finite=flag)
+    assert after.loss_scale_state.last_finite == (flag and grads is w)
 
 
 @pytest.mark.parametrize(
@@ -281,37 +280,36 @@ def test_grads_finite_and_grads_amax_must_be_scalars(argument, value, error):
 
 AMAX_RECORDER = ols.with_loss_scaling(optax.sgd(1.0), AmaxRecorder())
 LARGEST = float(jnp.finfo(jnp.float32).max)
-# `grads_amax`, and what the policy sees if the largest gradient is 2.
-AMAXES = [
-  *((16.0, 16.0), (-16, 16.0), (np.float16(0.5), 2.0), (0, 2.0), (None, 2.0)),
-  *((True, 2.0), (np.uint8(16), 16.0), (16j, 16.0), (3 + 4j, 5.0)),
-  *((NAN, 2.0), (np.float32(NAN), 2.0), (-INF, INF)),
+MAGNITUDES = [
+  *((16.0, 16.0), (-16, 16.0), (np.float16(0.5), 0.5), (True, 1.0)),
+  *((np.uint8(16), 16.0), (16j, 16.0), (3 + 4j, 5.0), (-INF, INF)),
 ]
-CONSTANT_AMAXES = [
-  *((2**40, 2.0**40), (np.int64(-(2**40)), 2.0**40), (1e-300, 2.0)),
+LARGE_MAGNITUDES = [
+  *((2**40, 2.0**40), (np.int64(-(2**40)), 2.0**40), (1e-300, 0.0)),
   # As a gradient in float64, these are finite.
   *((2**2000, LARGEST), (np.float64(1e300), LARGEST)),
 ]
 
 
-@jit_or_slow_eager
-def test_the_policy_sees_the_larger_of_grads_amax_and_the_gradients(jit):
+def test_grads_amax_counts_by_its_magnitude():
+  as_magnitude = functools.partial(_grad_stats._as_magnitude, "grads_amax")
+  as_magnitudes = jax.jit(lambda amaxes: [as_magnitude(x) for x in amaxes])
+  amaxes, expected = map(list, zip(*MAGNITUDES, strict=True))
+  assert as_magnitudes(amaxes) == expected
+  for amax, magnitude in MAGNITUDES + LARGE_MAGNITUDES:
+    assert as_magnitude(amax) == magnitude
+  assert np.isnan(as_magnitude(NAN))
+
+
+def test_the_policy_sees_the_larger_of_grads_amax_and_the_gradients():
   tx = ols.with_loss_scaling(
     optax.sgd(1.0), AmaxRecorder(), grads_are_scaled=True
   )
-  state = ols.set_loss_scale(tx.init(np.ones(2)), 4.0)
-  constants = [amax for amax, _ in CONSTANT_AMAXES]
-
-  @jit
-  def update_with_each(amaxes):
-    # 8 with the scale in it, 2 without: grads_amax is without.
-    grads = np.float32([8.0, -4.0])
-    all_amaxes = (*amaxes, *constants)
-    return [tx.update(grads, state, grads_amax=x) for x in all_amaxes]
-
-  found = update_with_each([amax for amax, _ in AMAXES])
-  expected = AMAXES + CONSTANT_AMAXES
-  for (updates, after), (_, seen) in zip(found, expected, strict=True):
+  state, update = ols.set_loss_scale(tx.init(0.0), 4.0), jax.jit(tx.update)
+  # 8 with the scale in it, 2 without: grads_amax is without.
+  grads = np.float32([8.0, -4.0])
+  for amax, seen in [(16.0, 16), (0.5, 2), (NAN, 2), (None, 2)]:
+    updates, after = update(grads, state, grads_amax=amax)
     assert updates.tolist() == [-2.0, 1.0]
     assert after.loss_scale_state.policy_state == seen
 

@@ -143,6 +143,14 @@ def test_types_are_strong_and_32_bits_wide_in_every_mode(policy, x64):
   assert dtypes <= {"float32", "int32", "bool"}
 
 
+@each_policy
+def test_no_two_leaves_of_a_fresh_state_share_a_buffer(policy):
+  """Else it can't be donated."""
+  leaves = jax.tree.leaves([policy.init(), policy.init()])
+  buffers = {x.unsafe_buffer_pointer() for x in map(jnp.asarray, leaves)}
+  assert len(buffers) == len(leaves)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def run_scales(policy, start, finite):
   def body(state, finite):
