@@ -49,13 +49,21 @@ def as_optimizer(update):
   )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("jit", PLAIN_AND_JIT)
-def test_each_device_may_train_adam_separately_with_vma_types(jit):
+@pytest.mark.parametrize(
+  "jit", [jax.jit, pytest.param(lambda f: f, marks=pytest.mark.slow)]
+)
+def test_each_device_may_train_separately_with_vma_types(jit):
   """There is no axis_name, so that the devices' flags differ."""
-  adam = optax.adam(0.1)
-  inner = optax.GradientTransformation(adam.init, jit(adam.update))
-  tx = ols.with_loss_scaling(inner)
+
+  def update(grads, state, params=None):
+    del params
+    # All devices have this count in common as long as nothing is selected.
+    count = state["count"] + 1
+    new = {"count": count, "moment": 0.9 * state["moment"] + grads}
+    return new["moment"] / (1 - 0.9**count), new
+
+  init = lambda params: {"count": jnp.float32(0), "moment": 0 * params}
+  tx = ols.with_loss_scaling(optax.GradientTransformation(init, jit(update)))
 
   def train(params, batches):
     state = tx.init(params)
@@ -64,8 +72,8 @@ def test_each_device_may_train_adam_separately_with_vma_types(jit):
       params = optax.apply_updates(params, updates)
     return params, jax.tree.map(jnp.atleast_1d, state)
 
-  batches = np.linspace(-1, 1, 48, dtype=np.float32).reshape(3, 16)
-  batches[1, 6] = np.nan
+  batches = np.linspace(-1, 1, 32, dtype=np.float32).reshape(2, 16)
+  batches[0, 6] = np.nan
   params = np.arange(16, dtype=np.float32)
   together = jax.jit(
     jax.shard_map(
@@ -77,8 +85,8 @@ def test_each_device_may_train_adam_separately_with_vma_types(jit):
   )(params, batches)
   skips = together[1].loss_scale_state.total_notfinite
   assert skips.tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
-  counts = together[1].inner_state[0].count
-  assert counts.tolist() == [3, 3, 3, 2, 3, 3, 3, 3]
+  counts = together[1].inner_state["count"]
+  assert counts.tolist() == [2, 2, 2, 1, 2, 2, 2, 2]
   alone = jax.jit(train)
   for i in range(8):
     part = slice(2 * i, 2 * i + 2)
