@@ -414,7 +414,7 @@ WAYS = [
 
 
 def test_cpu_and_other_platforms_use_different_finiteness_checks(monkeypatch):
-  """The checks are those below; test_hlo.py compiles them for TPU and GPU."""
+  """The checks are those below. test_compilers.py compiles them."""
   taken = []
 
   def platform_dependent(*args, cpu, default):

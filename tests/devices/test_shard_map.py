@@ -78,7 +78,8 @@ def test_one_bad_entry_of_one_shard_makes_every_device_skip(jitted, check_vma):
 @pytest.mark.parametrize("scaled", mark_slow_params([True], [False, True]))
 def test_max_norm_under_shard_map_is_the_norm_of_all_shards(scaled):
   options = {"max_norm": 2.5, "grads_are_scaled": scaled}
-  run = ShardMapRun("two axes, sharded", True, sgd=True, **options)
+  options["inner"] = optax.sgd(1.0)
+  run = ShardMapRun("two axes, sharded", True, **options)
   update = run.sharded_update()
   params, opt_state = run.start()
   rng = np.random.default_rng(0)

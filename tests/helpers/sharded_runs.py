@@ -105,11 +105,9 @@ class ShardedRun:
 class ShardMapRun:
   """The exact problem in one layout: params are gathered to be used."""
 
-  def __init__(self, layout, check_vma, sgd=False, **options):
+  def __init__(self, layout, check_vma, **options):
     shape, axis_name, self.specs = SHARD_MAP_LAYOUTS[layout]
     self.names = ("data", "model")[: len(shape)]
-    if sgd:
-      options["inner"] = optax.sgd(1.0)
     self.tx = exact_model.make_optimizer(axis_name=axis_name, **options)
     self.mesh = sharding.make_mesh(shape, self.names)
     self.check_vma = check_vma

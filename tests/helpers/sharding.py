@@ -91,11 +91,7 @@ def count_wire_ops(compiled):
 
   Several all-reduces that XLA merged are one.
   """
-  return Counter(name for name, _ in _find_wire_ops(compiled))
-
-
-def _find_wire_ops(compiled):
   hlo = compiled.as_text()
   assert "callback" not in hlo
-  pattern = rf" = (\(.*?\)|\S+) ({_WIRE_OPS})(?:-start)?\("
-  return [(name, shapes) for shapes, name in re.findall(pattern, hlo)]
+  pattern = rf" = (?:\(.*?\)|\S+) ({_WIRE_OPS})(?:-start)?\("
+  return Counter(re.findall(pattern, hlo))
