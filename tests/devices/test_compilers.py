@@ -88,7 +88,7 @@ def test_devices_send_each_other_one_number_for_all_leaves(step, gained):
 LIBRARIES = "__cublas$", "__cudnn$"
 # The most bytes that autocast moves, relative to float32. The models are small:
 # on a V100 the second has 0.95, and all of ResNet-50 0.61.
-MOVED = {"transformer": 0.85, "convolutions": 0.97}
+MOVED = {"transformer": 0.75, "convolutions": 0.97}
 
 
 @pytest.mark.parametrize("model", MOVED)
