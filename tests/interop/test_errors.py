@@ -89,10 +89,6 @@ def test_an_object_without_values_raises_a_type_error(call):
   for source in (None, "state", b"x", 3, 1.5, [("scale", 1.0)], float):
     with pytest.raises(TypeError, match=r"from_\w+: .* must be"):
       call(source)
-
-
-@pytest.mark.parametrize("call", READERS.values(), ids=READERS)
-def test_a_prng_key_raises_an_error_of_this_package(call):
   with pytest.raises(TypeError, match=r"^from_\w+: "):
     call(jax.random.key(0))
 

@@ -9,103 +9,69 @@ from collections.abc import Iterator
 import pathlib
 import re
 
-import pytest
-
 import optax_lossscale as ols
 
 PACKAGE = pathlib.Path(ols.__file__).parent
-
 _START = r"(?:^|[.:!?]\s+)"
-
-# By pattern: a message that has it, and what to write instead.
-PATTERNS = {
-  r"\b[Tt](?:old|ells?|elling)\b": (
-    "A name that selects nothing is told.",
-    "reports, warns, shows, distinguishes",
-  ),
-  _START + r"Of (?!course)": (
+# Each pattern, and a message that has it.
+PATTERNS = [
+  (r"\b[Tt](?:old|ells?|elling)\b", "A name that selects nothing is told."),
+  (
+    _START + r"Of (?!course)",
     "state is mapped. Of a mapped state, select one member.",
-    "For a ..., or the noun first",
   ),
-  _START + r"What (?!(?:is|are|does|do|to|can|should)\b.*\?)": (
+  (
+    _START + r"What (?!(?:is|are|does|do|to|can|should)\b.*\?)",
     "What was exported runs in float32.",
-    "the thing itself as the subject",
   ),
-  r"\bwhat (?:it|they|is|was|are|were|has|have|had|runs|holds)\b": (
+  (
+    r"\bwhat (?:it|they|is|was|are|were|has|have|had|runs|holds)\b",
     "The matmuls run in what is inside.",
-    "the noun: the output, the operand",
   ),
-  r"\b[Ss](?:tands?|tood|tanding)\b": (
-    "autocast stands around the loss.",
-    "is in, is called from, represents",
-  ),
-  r"\b[Bb]esides?\b": (
-    "using must return the value beside the gradients.",
-    "and, next to, in addition to",
-  ),
-  r"\bby (?:itself|themselves)\b": (
-    "each device can clip by itself",
-    "automatically, on its own, separately",
-  ),
-  r"\bof (?:its|their|your|our) own\b": (
-    "a type of its own is refused",
-    "custom, its own",
-  ),
-  r"\b(?:[Cc]omes?|[Cc]ame|[Cc]oming) (?:down|out|back|up)\b": (
+  (r"\b[Ss](?:tands?|tood|tanding)\b", "autocast stands around the loss."),
+  (r"\b[Bb]esides?\b", "using must return the value beside the gradients."),
+  (r"\bby (?:itself|themselves)\b", "each device can clip by itself"),
+  (r"\bof (?:its|their|your|our) own\b", "a type of its own is refused"),
+  (
+    r"\b(?:[Cc]omes?|[Cc]ame|[Cc]oming) (?:down|out|back|up)\b",
     "the loss scale never comes down",
-    "decreases, is returned, follows",
   ),
-  r"\b(?:is|are|was|were|with|of|as) such\b(?! as)|\bsuch[.,;:]": (
+  (
+    r"\b(?:is|are|was|were|with|of|as) such\b(?! as)|\bsuch[.,;:]",
     "a gradient, or a step of such, is needed",
-    "the noun again",
   ),
-  r"\b(?:[Nn]obody|[Ss]omebody|[Aa]nybody|[Ww]hoever|[Ee]verybody)\b": (
+  (
+    r"\b(?:[Nn]obody|[Ss]omebody|[Aa]nybody|[Ww]hoever|[Ee]verybody)\b",
     "a gradient is added before anybody tests it",
-    "the user, the caller, or the passive",
   ),
-  r"\bbut for\b": ("equal but for one array", "except"),
-  r"\b(?:[Aa]new|once more|again and again|for ever)\b": (
+  (r"\bbut for\b", "equal but for one array"),
+  (
+    r"\b(?:[Aa]new|once more|again and again|for ever)\b",
     "each call compiles the function anew",
-    "again, re-, permanently",
   ),
-  r"\b(?:without a word|in silence)\b": (
-    "it is skipped without a word",
-    "silently",
-  ),
-  r"\b(?:is|are|was|were) (?:asked|given|handed)\b|\b[Hh]and over\b": (
+  (r"\b(?:without a word|in silence)\b", "it is skipped without a word"),
+  (
+    r"\b(?:is|are|was|were) (?:asked|given|handed)\b|\b[Hh]and over\b",
     "The gradients that update is given are finite.",
-    "receives, takes, pass",
   ),
-  r"\b(?:go|goes|went|going|gone) on\b": (
+  (
+    r"\b(?:go|goes|went|going|gone) on\b",
     "to go on from a state of the optimizer",
-    "continue",
   ),
-  r"\bas (?:it|they) (?:is|are|was|were|stands?|stood)\b": (
+  (
+    r"\bas (?:it|they) (?:is|are|was|were|stands?|stood)\b",
     "it runs in float32, as it is written",
-    "unchanged",
   ),
-  r"\bin half\b(?! precision)": (
-    "the matmuls run in half",
-    "in half precision",
-  ),
-  r"\b[Ff](?:loors?|urthest)\b|\b[Cc]eilings?\b": (
+  (r"\bin half\b(?! precision)", "the matmuls run in half"),
+  (
+    r"\b[Ff](?:loors?|urthest)\b|\b[Cc]eilings?\b",
     "the scale must be above the floor 1",
-    "minimum, maximum, min_scale",
   ),
-  r"\bthe very\b": ("the very arrays that were passed", "the same"),
-  r"\b[Pp]roducts?\b": (
-    "there are no products in f",
-    "matmuls and convolutions",
-  ),
-  r"\bplaces?\b(?! of)": (
-    "no single place overflows",
-    "layer, call, operation",
-  ),
-  r"\b[Rr]ead past\b|\b[Ll]ooked at\b": (
-    "Some keys were not looked at.",
-    "ignored, analyzed",
-  ),
-}
+  (r"\bthe very\b", "the very arrays that were passed"),
+  (r"\b[Pp]roducts?\b", "there are no products in f"),
+  (r"\bplaces?\b(?! of)", "no single place overflows"),
+  (r"\b[Rr]ead past\b|\b[Ll]ooked at\b", "Some keys were not looked at."),
+]
 
 
 def find_messages(source: str) -> Iterator[tuple[int, str]]:
@@ -146,12 +112,9 @@ def get_text(node: ast.AST) -> str | None:
 
 
 def find_faults(text: str) -> list[str]:
-  """Returns what to write instead of each pattern in a text."""
-  return [
-    f"{found.group().strip()!r}: write {instead}"
-    for pattern, (_, instead) in PATTERNS.items()
-    if (found := re.search(pattern, text))
-  ]
+  """Returns the words of each pattern in a text."""
+  found = [re.search(pattern, text) for pattern, _ in PATTERNS]
+  return [match.group().strip() for match in found if match]
 
 
 def test_no_message_has_a_discouraged_pattern():
@@ -159,16 +122,15 @@ def test_no_message_has_a_discouraged_pattern():
   for path in sorted(PACKAGE.rglob("*.py")):
     name = path.relative_to(PACKAGE).as_posix()
     for line, text in find_messages(path.read_text(encoding="utf-8")):
-      faults += [f"{name}:{line}: {x} in {text!r}" for x in find_faults(text)]
+      faults += [f"{name}:{line}: {x!r} in {text!r}" for x in find_faults(text)]
       count += 1
   assert not faults, "\n".join(faults)
   assert count > 150
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_each_pattern_is_found_in_a_planted_message(pattern):
-  text, instead = PATTERNS[pattern]
-  assert any(x.endswith(instead) for x in find_faults(text))
+def test_each_pattern_is_found_in_a_planted_message():
+  for pattern, message in PATTERNS:
+    assert re.search(pattern, message).group().strip() in find_faults(message)
 
 
 def test_all_messages_are_read_and_no_docstrings():

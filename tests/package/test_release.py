@@ -74,11 +74,6 @@ def test_the_metadata_contain_the_requirements_and_the_links(wheel):
   assert names == {"Documentation", "Source", "Changelog", "Issues"}
 
 
-def test_the_page_on_versions_names_the_extra_for_users():
-  page = (ROOT / "docs" / "reference" / "versions.md").read_text()
-  assert set(re.findall(r"optax-lossscale\[([\w-]+)\]", page)) == {"plots"}
-
-
 def test_an_index_would_accept_the_one_wheel_and_source_distribution(dist):
   names = [path.name for path in sorted(dist.iterdir())]
   assert names == [f"{NAME}-py3-none-any.whl", f"{NAME}.tar.gz"]
@@ -123,21 +118,15 @@ def plan_install(folder, dist, jax, *others, extra=""):
     head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     (info / "METADATA").write_text(head)
   wheel = f"{dist / NAME}-py3-none-any.whl{extra}"
-  pip = (
-    sys.executable,
-    "-m",
-    "pip",
-    f"--python={folder / 'bin' / 'python'}",
-  )
+  python = f"--python={folder / 'bin' / 'python'}"
+  pip = sys.executable, "-m", "pip", python, "install"
   options = "--dry-run", "--no-index", "--quiet", "--report=report.json"
-  run(*pip, "install", *options, wheel, *others, cwd=folder)
+  run(*pip, *options, wheel, *others, cwd=folder)
   report = json.loads((folder / "report.json").read_text())
   return [item["metadata"]["name"] for item in report["install"]]
 
 
-@pytest.mark.parametrize(
-  "jax", ["0.8.0", "0.9.2", "0.10.2", "0.11.2", "0.12.0"]
-)
+@pytest.mark.parametrize("jax", ["0.8.0", "0.10.2", "0.12.0"])
 def test_nothing_is_upgraded_next_to_a_supported_jax(dist, tmp_path, jax):
   alone = plan_install(tmp_path / "alone", dist, jax)
   # The first cells of the notebooks on a T4 do the same.
@@ -145,13 +134,9 @@ def test_nothing_is_upgraded_next_to_a_supported_jax(dist, tmp_path, jax):
     tmp_path / "notebook", dist, jax, "scikit-learn", extra="[plots]"
   )
   assert alone == quick_start == ["optax-lossscale"]
-
-
-def test_an_older_jax_would_be_upgraded(dist, tmp_path):
-  with pytest.raises(
-    AssertionError, match=r"No matching distribution.* jax>=0"
-  ):
-    plan_install(tmp_path / "venv", dist, "0.7.2")
+  # An older one would be upgraded, and there is no index.
+  with pytest.raises(AssertionError, match=r"No matching distribution.* jax>="):
+    plan_install(tmp_path / "older", dist, "0.7.2")
 
 
 def make_environment(folder, dist):

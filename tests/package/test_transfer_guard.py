@@ -50,10 +50,18 @@ def compare():
   return diagnostics.compare_precision(GRAD_FN, PARAMS, X, progress=False)
 
 
-FLAX = interop.from_flax(samples.FLAX)
-KERAS = interop.from_keras(samples.KERAS_3)
-TORCH = interop.from_torch(samples.TORCH)
-
+# Each function that reads, and its row in the table of valid values.
+READERS = {
+  interop.from_apex: "apex, kernel",
+  interop.from_deepspeed: "DeepSpeed, state",
+  interop.from_fairseq: "fairseq",
+  interop.from_flax: "Flax",
+  interop.from_jmp: "jmp",
+  interop.from_keras: "Keras 3",
+  interop.from_megatron: "Megatron, state",
+  interop.from_paddle: "Paddle",
+  interop.from_torch: "torch",
+}
 # Each is called with what is not on a device yet, or must be read back.
 ON_HOST = {
   ols.loss_scale_metrics: lambda: ols.loss_scale_metrics(
@@ -79,25 +87,10 @@ ON_HOST = {
   plots.plot_exponents: lambda: plots.plot_exponents(GRADS, loss_scale=STATE),
   plots.plot_loss_scale: lambda: plots.plot_loss_scale([STATE, STATE]),
   plots.plot_precision: lambda: plots.plot_precision(compare()),
-  interop.from_apex: lambda: interop.from_apex(
-    samples.KERNEL, **samples.KERNEL_SETTINGS
-  ),
-  interop.from_deepspeed: lambda: interop.from_deepspeed(
-    samples.FP16, samples.DEEPSPEED
-  ),
-  interop.from_fairseq: lambda: interop.from_fairseq(samples.FAIRSEQ),
-  interop.from_flax: lambda: interop.from_flax(samples.FLAX),
-  interop.from_jmp: lambda: samples.CALLS["jmp"][0](samples.CALLS["jmp"][1]),
-  interop.from_keras: lambda: interop.from_keras(samples.KERAS_3),
-  interop.from_megatron: lambda: interop.from_megatron(
-    samples.MEGATRON, samples.MEGATRON_STATE
-  ),
-  interop.from_paddle: lambda: interop.from_paddle(samples.PADDLE),
-  interop.from_torch: lambda: interop.from_torch(samples.TORCH),
-  interop.to_flax: lambda: interop.to_flax(*FLAX),
-  interop.to_keras: lambda: interop.to_keras(*KERAS),
-  interop.to_torch: lambda: interop.to_torch(*TORCH),
-}
+  interop.to_flax: functools.partial(interop.to_flax, POLICY, STATE),
+  interop.to_keras: lambda: interop.to_keras(ols.DynamicLossScale(), STATE),
+  interop.to_torch: functools.partial(interop.to_torch, POLICY, STATE),
+} | {fun: functools.partial(*samples.CALLS[x]) for fun, x in READERS.items()}
 # These are parts of a training step, which transfers nothing; or they only look
 # for a state, or make a function.
 IN_A_STEP = {

@@ -57,27 +57,19 @@ def found(tmp_path_factory):
 
 @pytest.mark.slow
 @with_a_browser
-@pytest.mark.parametrize("width", [390, 800])
-def test_a_table_that_is_cut_off_is_found_however_it_is(found, width):
-  tables = {page: what for page, what in found[width] if what != "the page"}
-  assert tables == {
+def test_what_is_cut_off_or_scrolls_sideways_is_found(found):
+  tables = {
     "scrolls": "table 2",
     "in_a_box": "table 1",
     "clipped": "table 1",
     "folded": "table 1",
     "sticks_out": "table 1",
-  } | ({"sub/wide": "table 1"} if width == 390 else {})
-
-
-@pytest.mark.slow
-@with_a_browser
-def test_a_page_that_scrolls_sideways_is_found_with_its_width(found):
-  scrolling = {
-    width: {page for page, what in found[width] if what == "the page"}
-    for width in found
   }
-  assert scrolling[800] == {"sticks_out", "no_table"}
-  assert scrolling[390] == {"sticks_out", "no_table", "sub/wide"}
+  pages = ["sticks_out", "no_table"]
+  expected = {*tables.items(), *((page, "the page") for page in pages)}
+  assert set(found[800]) == expected
+  wide = {("sub/wide", "table 1"), ("sub/wide", "the page")}
+  assert set(found[390]) == expected | wide
   # 500 pixels and a margin of 8.
   assert found[390]["sub/wide", "the page"] == 508 - 390
 

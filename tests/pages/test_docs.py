@@ -11,7 +11,6 @@ import subprocess
 import tomllib
 
 from helpers import pages_below, relative_name, ROOT
-import pytest
 
 from optax_lossscale import diagnostics, interop, plots
 
@@ -27,8 +26,6 @@ PAGES = [
   *API_PAGES,
 ]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-CI_RUN = ROOT / ".ci" / "run"
-WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
 def entries_of(page):
@@ -69,12 +66,6 @@ def test_the_stored_names_of_others_are_those_that_pages_mention_and_exist():
     stored = (DOCS / "inventories" / f"{package}.txt").read_text()
     assert stored.splitlines()[1:] == lines, package
   assert len(made["jax"]) > 20 and len(made["optax"]) > 5
-
-
-def test_each_example_is_on_the_front_page():
-  page = (DOCS / "index.md").read_text()
-  for path in (ROOT / "examples").glob("*.py"):
-    assert f"`examples/{path.name}`" in page, path.name
 
 
 def prose(text):
@@ -171,12 +162,6 @@ def test_each_link_leads_to_a_file_a_label_or_a_heading():
   assert files > 20 and headings > 20
 
 
-def test_no_file_names_a_package_index():
-  for path, text in read_tracked_texts():
-    if path.suffix in {".toml", ".txt", ".cfg", ".lock", ".yml"}:
-      assert not re.search(r"index-url|https?://\S*/simple", text), path
-
-
 def test_the_readme_has_only_absolute_links_which_work_anywhere():
   text = prose((ROOT / "README.md").read_text())
   links = re.findall(r"\]\(([^)\s]+)\)", text)
@@ -185,31 +170,6 @@ def test_the_readme_has_only_absolute_links_which_work_anywhere():
     assert link.startswith("https://"), link
   used = set(re.findall(r"\]\[([\w-]+)\]", text))
   assert used == set(defined)
-
-
-FRONT_PAGES = ROOT / "README.md", DOCS / "index.md"
-
-
-@pytest.mark.parametrize("path", FRONT_PAGES, ids=relative_name)
-def test_a_front_page_says_how_to_install_from_a_clone_and_from_the_index(path):
-  page = path.read_text()
-  (commands,) = re.findall(r"## Install\n.*?```sh\n(.*?)```", page, re.DOTALL)
-  assert f"git clone {REPOSITORY}\n" in commands
-  # From the folder of the clone, or from the one around it.
-  folder = "." if "cd optax_lossscale\n" in commands else "./optax_lossscale"
-  assert commands.endswith(f"pip install {folder}\n")
-  assert f"`pip install {PROJECT['name']}`" in page
-
-
-@pytest.mark.parametrize("path", FRONT_PAGES, ids=relative_name)
-def test_a_front_page_has_the_lowest_version_of_each_requirement(path):
-  page = path.read_text()
-  for requirement in PROJECT["dependencies"]:
-    name, lowest = requirement.split(">=")
-    stated = re.search(rf"{name} ([\d.]+\d)", page, re.IGNORECASE)[1]
-    assert lowest.removesuffix(".0") == stated, requirement
-  lowest = PROJECT["requires-python"].removeprefix(">=")
-  assert re.search(rf"Python\s{re.escape(lowest)}\b", page)
 
 
 def test_the_page_on_versions_has_the_declared_versions():
@@ -224,13 +184,6 @@ def test_the_page_on_versions_has_the_declared_versions():
   assert sorted(listed) == sorted(declared)
 
 
-def test_the_front_page_has_each_notebook():
-  page = (DOCS / "index.md").read_text()
-  for path in NOTEBOOKS:
-    assert f":link: notebooks/{path.stem}\n" in page
-    assert f":img-top: _static/gallery/{path.stem}.png\n" in page
-
-
 def test_no_power_of_two_turns_prose_bold_and_no_formula_needs_a_script():
   """Markdown may take the asterisks of one and of the next for bold."""
   assert "mathjax" not in (DOCS / "conf.py").read_text()
@@ -243,34 +196,6 @@ def test_no_power_of_two_turns_prose_bold_and_no_formula_needs_a_script():
       has_power = re.search(r"\d\*\*-?\d", part)
       where = f"{relative_name(path)}: write code, as in `2**3`, in {part}"
       assert not has_power or part.count("**") == 1, where
-
-
-def find_make_targets(path):
-  """The make targets that a script, a workflow or a page calls or names."""
-  calls = r"(?:^|run: |`)make (?:-j2 )?([a-z0-9.-]+)"
-  return set(re.findall(calls, path.read_text(), re.MULTILINE))
-
-
-def test_each_make_target_is_described_and_no_other_is_named():
-  makefile = (ROOT / "Makefile").read_text()
-  described = re.findall(r"^([a-z0-9.-]+):.*##", makefile, re.MULTILINE)
-  phony = makefile.split("\n.PHONY: ")[1].split("\n\n")[0]
-  assert sorted([*described, "FORCE"]) == sorted(
-    phony.replace("\\\n", "").split()
-  )
-  targets = set(re.findall(r"^([a-z0-9.-]+):", makefile, re.MULTILINE))
-  reliability = ROOT / "tests" / "RELIABILITY.md"
-  pages = ROOT / "README.md", ROOT / "CONTRIBUTING.md", reliability
-  for path in [CI_RUN, *WORKFLOWS, *pages]:
-    assert find_make_targets(path), path.name
-    assert find_make_targets(path) <= targets, path.name
-
-
-def test_github_makes_all_that_ci_run_makes():
-  on_a_push = [path for path in WORKFLOWS if "push:" in path.read_text()]
-  assert find_make_targets(CI_RUN) <= set().union(
-    *map(find_make_targets, on_a_push)
-  )
 
 
 def test_each_question_of_a_reader_is_answered_under_a_heading():

@@ -120,17 +120,12 @@ def test_a_run_of_no_step_or_one_that_breaks_off_keeps_its_log(
   with logging.Log(tmp_path / "none.csv"):
     pass
   assert (tmp_path / "none.csv").read_text() == ""
-  with (
-    pytest.raises(KeyboardInterrupt),
-    logging.Log(tmp_path / "one.csv") as log,
-  ):
+  one = tmp_path / "one.csv"
+  with pytest.raises(KeyboardInterrupt), logging.Log(one) as log:
     log.add(7, {"x": np.float32(1)})
     raise KeyboardInterrupt
-  columns = logging.read(tmp_path / "one.csv")
-  assert {name: x.tolist() for name, x in columns.items()} == {
-    "step": [7],
-    "x": [1],
-  }
+  columns = logging.read(one)
+  assert (columns["step"].tolist(), columns["x"].tolist()) == ([7], [1])
 
 
 @pytest.fixture(scope="module")
@@ -180,12 +175,7 @@ def test_slopes_that_underflow_are_brought_back_as_the_comment_says(wgan):
   np.testing.assert_allclose(kept, exact, rtol=0.05, atol=1e-10)
 
 
-def parse(name, args, monkeypatch, capsys):
-  """The exit status, and what an example says of its arguments."""
-  monkeypatch.setattr(sys, "argv", ["example.py", *args])
-  with pytest.raises(SystemExit) as stopped:
-    load_example(name).parse_args()
-  return stopped.value.code, "".join(capsys.readouterr())
+FOLDER = "must be in a folder that exists"
 
 
 @pytest.mark.parametrize(
@@ -193,18 +183,20 @@ def parse(name, args, monkeypatch, capsys):
   [
     ("digits", ["--steps", "1"], "--steps must be at least 2, got 1"),
     ("digits", ["--seed", "-1"], "--seed must be at least 0, got -1"),
-    ("digits", ["--out", "missing/x.png"], "must be in a folder that exists"),
+    ("digits", ["--out", "missing/x.png"], FOLDER),
     ("rl_float16", ["--steps", "0"], "--steps must be at least 1, got 0"),
     ("rl_float16", ["--seeds", "0"], "--seeds must be at least 1, got 0"),
     ("rl_float16", ["--devices", "3"], "must be 1, 2, 4 or 8, got 3"),
-    ("rl_float16", ["--out", "x/x.png"], "must be in a folder that exists"),
+    ("rl_float16", ["--out", "x/x.png"], FOLDER),
   ],
 )
 def test_wrong_arguments_are_refused_before_the_training(
   name, args, message, monkeypatch, capsys
 ):
-  status, told = parse(name, args, monkeypatch, capsys)
-  assert status == 2 and message in told
+  monkeypatch.setattr(sys, "argv", ["example.py", *args])
+  with pytest.raises(SystemExit, match="2"):
+    load_example(name).parse_args()
+  assert message in "".join(capsys.readouterr())
 
 
 @pytest.fixture(scope="module")
@@ -239,50 +231,36 @@ def test_the_digits_script_shows_its_progress_a_table_and_a_picture(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  ("name", "rel"),
-  [
-    ("float16, dynamic scale", 0.01),
-    ("float16 by autocast", 0.02),
-    ("float16, starts too high", 0.02),
-    ("float16, headroom", 0.01),
-  ],
-)
-def test_a_scaled_run_ends_near_float32(name, rel, digits_runs):
-  expected = digits_runs["float32"].test_loss
-  assert digits_runs[name].test_loss == pytest.approx(expected, rel=rel)
-  assert expected < 0.02
-
-
-@pytest.mark.slow
-def test_no_scaling_is_at_least_3_times_worse_than_float32(digits_runs):
-  unscaled = digits_runs["float16, no scaling"].test_loss
-  assert unscaled >= 3 * digits_runs["float32"].test_loss
-
-
-@pytest.mark.slow
-def test_a_scale_that_starts_too_high_falls_settles_and_climbs(
-  digits, digits_runs
-):
-  run = digits_runs["float16, starts too high"]
-  start = digits.RUNS["float16, starts too high"][1].init_scale
-  assert run.scales[0] == start
-  assert run.skipped[:10].all() and not run.skipped[10:100].any()
-  settled = run.scales[10]
-  assert settled == start / 2**10
-  assert run.scales[100:].max() >= 4 * settled
-  assert run.skipped[200:].sum() < 12  # it meets its limit, now and then
-
-
-@pytest.mark.slow
-def test_the_headroom_policy_stays_below_the_limit_and_skips_nothing(
+def test_scaled_runs_end_near_float32_and_the_unscaled_one_does_not(
   digits_runs,
 ):
+  losses = {name: run.test_loss for name, run in digits_runs.items()}
+  expected = losses["float32"]
+  assert expected < 0.02 and losses["float16, no scaling"] >= 3 * expected
+  for name, rel in {
+    "float16, dynamic scale": 0.01,
+    "float16 by autocast": 0.02,
+    "float16, starts too high": 0.02,
+    "float16, headroom": 0.01,
+  }.items():
+    assert losses[name] == pytest.approx(expected, rel=rel), name
+
+
+@pytest.mark.slow
+def test_the_policies_move_the_scale_as_the_page_says(digits, digits_runs):
+  high = digits_runs["float16, starts too high"]
+  start = digits.RUNS["float16, starts too high"][1].init_scale
+  assert high.scales[0] == start
+  assert high.skipped[:10].all() and not high.skipped[10:100].any()
+  assert high.scales[10] == start / 2**10
+  limit = high.scales[100:].max()
+  assert limit >= 4 * high.scales[10]
+  assert high.skipped[200:].sum() < 12  # it meets its limit, now and then
+
   run = digits_runs["float16, headroom"]
   assert not run.skipped.any()
   assert run.scales[5] >= 2.0**10 * run.scales[0]  # there at once
   assert run.scales[100:].max() <= 8 * run.scales[100:].min()
-  limit = digits_runs["float16, starts too high"].scales[100:].max()
   assert limit / 64 <= run.scales[-1] < limit
 
 
@@ -291,16 +269,14 @@ def test_the_scale_brings_back_the_gradients_that_float16_flushed(
   digits, data, digits_runs
 ):
   params = digits_runs["float32"].params
-  table = {
-    name: digits.compare_gradients(name, run, params, data)
-    for name, run in digits_runs.items()
-  }
-
-  flushed, cosine = table["float16, no scaling"]
+  compare = lambda name: digits.compare_gradients(
+    name, digits_runs[name], params, data
+  )
+  flushed, cosine = compare("float16, no scaling")
   assert flushed > 0.8 and cosine < 0.5
-  flushed, cosine = table["float16, dynamic scale"]
+  flushed, cosine = compare("float16, dynamic scale")
   assert flushed < 0.001 and cosine > 0.999
-  assert table["float32"] == pytest.approx((0, 1))
+  assert compare("float32") == pytest.approx((0, 1))
 
 
 STEPS = 60
@@ -312,17 +288,12 @@ def rl():
 
 
 @pytest.fixture(scope="module")
-def programs(rl):
+def rl_runs(rl):
   mesh = sharding.make_mesh((2,), ("data",))
   return {
-    name: rl.make_program(mesh, *precision)
+    name: rl.train(rl.make_program(mesh, *precision), STEPS, seed=0)
     for name, precision in rl.PRECISIONS.items()
   }
-
-
-@pytest.fixture(scope="module")
-def rl_runs(rl, programs):
-  return {name: rl.train(programs[name], STEPS, seed=0) for name in programs}
 
 
 @pytest.mark.nightly
@@ -341,7 +312,9 @@ def test_the_rl_script_shows_its_progress_a_table_and_a_picture(tmp_path):
 
 
 @pytest.mark.nightly
-def test_float16_keeps_sampler_and_trainer_closer_than_bfloat16_does(rl_runs):
+def test_float16_learns_like_float32_and_is_closer_to_the_sampler_than_bfloat16(
+  rl_runs,
+):
   rms, kl = (
     {name: getattr(run, field).mean() for name, run in rl_runs.items()}
     for field in ("rms", "kl")
@@ -349,12 +322,7 @@ def test_float16_keeps_sampler_and_trainer_closer_than_bfloat16_does(rl_runs):
   assert rms["float16"] < rms["bfloat16"] / 5  # 3 bits more: 8, if all round
   assert kl["float16"] < kl["bfloat16"] / 25
   assert kl["float32"] < kl["float16"] / 25
-
-
-@pytest.mark.nightly
-def test_float16_learns_what_float32_learns(rl_runs):
-  start = np.mean(rl_runs["float32"].rewards[:3])
-  assert start < 0.2
+  assert np.mean(rl_runs["float32"].rewards[:3]) < 0.2
   end = {name: run.rewards[-5:].mean() for name, run in rl_runs.items()}
   assert end["float32"] > 0.8
   assert end["float16"] == pytest.approx(end["float32"], abs=0.02)
@@ -362,15 +330,13 @@ def test_float16_learns_what_float32_learns(rl_runs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 4])
-def test_micro_batches_hold_each_answer_once(rl, count, monkeypatch):
-  monkeypatch.setattr(rl, "MICRO_BATCHES", count)
-  parts = rl.to_micro_batches(np.arange(16))
-  assert parts.shape == (count, 16 // count)
-  assert sorted(parts.ravel().tolist()) == list(range(16))
-
-
-@pytest.mark.slow
-def test_an_answer_is_rewarded_for_each_digit_that_goes_on(rl):
+def test_an_answer_is_in_one_micro_batch_and_rewarded_for_each_digit(
+  rl, monkeypatch
+):
+  for count in 1, 4:
+    monkeypatch.setattr(rl, "MICRO_BATCHES", count)
+    parts = rl.to_micro_batches(np.arange(16))
+    assert parts.shape == (count, 16 // count)
+    assert sorted(parts.ravel().tolist()) == list(range(16))
   texts = np.array([[rl.UP, 8, 9, 0, 1], [rl.DOWN, 1, 0, 0, 9]])
   np.testing.assert_allclose(rl.reward(texts), [1, 2 / 3], rtol=1e-6)

@@ -65,32 +65,21 @@ def test_a_notebook_asserts_its_claim_and_is_kept_as_it_ran(path):
   assert any(claims)
 
 
-@each_notebook
-def test_a_notebook_opens_in_colab_and_installs_what_it_needs(path):
-  link, install, *_ = nbformat.read(path, as_version=4).cells
-  assert f"/blob/main/notebooks/{path.name})" in link.source
-  assert "https://colab.research.google.com/" in link.source
-  needed = NEEDED.get(path.stem, "{package}[examples]")
-  assert install.source.endswith(f"  %pip install --quiet {quoted(needed)}")
-
-
-def quoted(needed):
-  package, *others = needed.split()
-  return " ".join([f'"{package}"', *others])
-
-
-# The package is installed only if it is missing, so that a notebook never
-# replaces the one that is developed.
+# From its clone, or else from the index. The package is installed only if it is
+# missing, so that a notebook never replaces the one that is developed.
 @pytest.mark.parametrize("found", [True, False], ids=["found", "missing"])
 @pytest.mark.parametrize("is_clone", [True, False], ids=["clone", "no clone"])
 @each_notebook
-def test_a_notebook_installs_from_its_clone_or_else_from_the_index(
+def test_a_notebook_opens_in_colab_and_installs_what_it_needs_if_it_is_missing(
   path, is_clone, found, tmp_path, monkeypatch
 ):
   folder = tmp_path / "a clone" / "notebooks"
   folder.mkdir(parents=True)
   if is_clone:
     (folder.parent / "optax_lossscale").mkdir()
+  link, install, *_ = nbformat.read(path, as_version=4).cells
+  assert "https://colab.research.google.com/" in link.source
+  assert f"/blob/main/notebooks/{path.name})" in link.source
   monkeypatch.chdir(folder)
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: found or None)
   commands = []
@@ -98,11 +87,11 @@ def test_a_notebook_installs_from_its_clone_or_else_from_the_index(
   without_history = Config({"HistoryManager": {"enabled": False}})
   shell = InteractiveShell(config=without_history)
   shell.register_magic_function(commands.append, magic_name="pip")
-  source = nbformat.read(path, as_version=4).cells[1].source
-  shell.run_cell(source).raise_error()
+  shell.run_cell(install.source).raise_error()
   package = str(folder.parent) if is_clone else "optax-lossscale"
-  needed = NEEDED.get(path.stem, "{package}[examples]")
-  command = f"install --quiet {quoted(needed).format(package=package)}"
+  first, *others = NEEDED.get(path.stem, "{package}[examples]").split()
+  needed = " ".join([f'"{first.format(package=package)}"', *others])
+  command = f"install --quiet {needed}"
   assert commands == ([] if found else [command])
 
 
