@@ -1,6 +1,7 @@
 """The imports, names and requirements of the package, and its layers."""
 
 import ast
+import functools
 import graphlib
 import importlib
 import inspect
@@ -82,8 +83,13 @@ def test_there_are_few_public_names_and_they_are_sorted():
   assert ols.__all__ == sorted(ols.__all__)
 
 
+@functools.cache
+def list_nodes(path):
+  return list(ast.walk(ast.parse(path.read_text())))
+
+
 def list_imports(path):
-  for node in ast.walk(ast.parse(path.read_text())):
+  for node in list_nodes(path):
     if isinstance(node, ast.Import):
       yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -248,7 +254,7 @@ def test_only_the_jaxprs_package_reads_attributes_that_jax_may_rename():
 
 
 def list_internals(path):
-  for node in ast.walk(ast.parse(path.read_text())):
+  for node in list_nodes(path):
     if isinstance(node, ast.Attribute) and node.attr in INSIDES:
       yield node.lineno, node.attr
     elif isinstance(node, ast.Constant) and node.value in KEYS:
