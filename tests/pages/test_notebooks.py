@@ -67,8 +67,9 @@ def test_a_notebook_asserts_its_claim_and_is_kept_as_it_ran(path):
 
 # From its clone, or else from the index. The package is installed only if it is
 # missing, so that a notebook never replaces the one that is developed.
-@pytest.mark.parametrize("found", [True, False], ids=["found", "missing"])
-@pytest.mark.parametrize("is_clone", [True, False], ids=["clone", "no clone"])
+@pytest.mark.parametrize(
+  "is_clone, found", [(True, False), (False, False), (True, True)]
+)
 @each_notebook
 def test_a_notebook_opens_in_colab_and_installs_what_it_needs_if_it_is_missing(
   path, is_clone, found, tmp_path, monkeypatch

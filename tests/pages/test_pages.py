@@ -115,18 +115,19 @@ def test_each_page_with_code_is_among_those_that_run():
   assert names >= {*others, *how_to, *AFTERWARDS}
 
 
+# The page, and how many steps it defines.
 WITH_STEPS = {
-  "README": ROOT / "README.md",
-  "frameworks": ROOT / "docs" / "how_to" / "frameworks.md",
+  "README.md": 1,
+  "docs/how_to/frameworks.md": 6,
 }
 
 
-def find_steps(page):
+def find_steps(path):
   """Each step that a page defines, with a copy of its arguments."""
   names = {"__name__": "__main__"}
   found = []
-  for block in markdown.find_code_blocks(WITH_STEPS[page]):
-    exec(compile(block, str(WITH_STEPS[page]), "exec"), names)
+  for block in markdown.find_code_blocks(path):
+    exec(compile(block, str(path), "exec"), names)
     if "def train_step(" in block:
       step = names["train_step"]
       args = [names[name] for name in inspect.signature(step).parameters]
@@ -138,8 +139,8 @@ def find_steps(page):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_STEPS)
 def test_the_reports_take_each_step_of_a_page(page):
-  steps = find_steps(page)
-  assert len(steps) == {"README": 1, "frameworks": 6}[page]
+  steps = find_steps(ROOT / page)
+  assert len(steps) == WITH_STEPS[page]
   for step, args in steps:
     with warnings.catch_warnings():
       # The page goes on to other optimizers by the name `tx`, which the steps
