@@ -211,8 +211,8 @@ def add_two_calls(rule):
   return lambda params, x: rule(params["first"], x) @ params["second"]
 
 
-def loss(rule):
-  around = custom_rules.add_custom_jvp(add_two_calls(rule))
+def loss(rule, wrap=lambda fun: fun):
+  around = wrap(custom_rules.add_custom_jvp(add_two_calls(rule)))
   return lambda params, x: jnp.mean(around(params, x) ** 2)
 
 
@@ -221,13 +221,28 @@ def list_matmuls(fun, *args):
   return [(x.weights, x.dtype) for x in jaxprs.list_named_matmuls(fun, *args)]
 
 
-NESTED = [*itertools.product((inner, again), (0, 1, (0, 1)))]
+def map_over_devices(fun):
+  mesh = sharding.make_mesh((2,), ("i",))
+  specs = P(), P("i")
+  return jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=P("i"))
 
 
-@pytest.mark.parametrize("case", mark_slow_params([(inner, (0, 1))], NESTED))
-def test_matmuls_of_a_nested_rule_run_in_half_precision_and_have_names(case):
-  rule, argnums = case
-  fun = loss(rule)
+# The rule, the function around it, and the arguments that are differentiated.
+NESTED = {
+  "all": (inner, lambda fun: fun, (0, 1)),
+  "weights": (inner, lambda fun: fun, 0),
+  "data": (inner, lambda fun: fun, 1),
+  "recomputed": (again, lambda fun: fun, (0, 1)),
+  "in a jit": (inner, jax.jit, (0, 1)),
+  "in a checkpoint": (inner, jax.checkpoint, (0, 1)),
+  "on devices": (inner, map_over_devices, (0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", mark_slow_params(["in a jit"], NESTED))
+def test_matmuls_of_a_nested_rule_run_in_half_precision_and_have_names(name):
+  rule, wrap, argnums = NESTED[name]
+  fun = loss(rule, wrap)
   half = jax.grad(ols.autocast(fun), argnums)
   found = list_matmuls(half, PARAMS, X)
   assert {dtype for _, dtype in found} == {"float16"}
@@ -264,25 +279,6 @@ def test_a_nested_rule_is_kept_by_a_name_and_by_keep_float32():
     (path == "second", x) for path, x in list_matmuls(by_mark, PARAMS, X)
   }
   assert found == {(False, "float32"), (True, "float16")}
-
-
-def map_over_devices(fun):
-  mesh = sharding.make_mesh((2,), ("i",))
-  specs = P(), P("i")
-  return jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=P("i"))
-
-
-@pytest.mark.parametrize(
-  "transform",
-  mark_slow_params([jax.jit], [map_over_devices, jax.checkpoint, jax.jit]),
-)
-def test_a_nested_rule_may_be_in_other_functions(transform):
-  net = transform(custom_rules.add_custom_jvp(add_two_calls(inner)))
-  fun = lambda params, x: jnp.mean(net(params, x) ** 2)
-  half, exact = jax.grad(ols.autocast(fun)), jax.grad(fun)
-  found = list_matmuls(half, PARAMS, X)
-  assert {dtype for _, dtype in found} == {"float16"}
-  assert_functions_close(half, exact, PARAMS, X)
 
 
 @pytest.mark.slow

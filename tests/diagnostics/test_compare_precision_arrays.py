@@ -127,13 +127,6 @@ def of_policy(policy):
 
 POLICIES = {
   "plain": None,
-  "dots_saveable": jax.checkpoint_policies.dots_saveable,
-  "save_only_these_names": (
-    jax.checkpoint_policies.save_only_these_names("hidden")
-  ),
-  "save_anything_except": (
-    jax.checkpoint_policies.save_anything_except_these_names("other")
-  ),
   "both": jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_saveable,
     jax.checkpoint_policies.save_only_these_names("hidden"),

@@ -39,34 +39,26 @@ def cosine(reference, other):
   return a @ b / (np.linalg.norm(a) * np.linalg.norm(b))
 
 
-# These models differ most in where their fault is and in its kind.
+# These models differ most in where their fault is and in its kind; the others
+# run at night.
 SLOW_PLANTED = {
-  "custom_vjp_forward",
   "custom_vjp_backward",
+  "custom_vjp_forward",
   "in_cond",
   "in_scan_of_checkpoints",
   "in_shard_map_of_explicit_axes",
   "in_while",
   "logits",
+  "nnx_offset",
   "pixels",
   "several_overflow",
 }
-SLOW_SOUND = {
-  "custom_vjp_forward",
-  "custom_vjp_backward",
-  "in_checkpoint",
-  "in_cond",
-  "in_shard_map",
-  "in_vmap",
-  "in_while",
-  "logits",
-  "nnx_offset",
-}
-
-
-@pytest.mark.parametrize(
+planted_models = pytest.mark.parametrize(
   "name", mark_slow_params((), planted_layers.NAMES, SLOW_PLANTED)
 )
+
+
+@planted_models
 def test_a_bad_matmul_is_named_and_its_name_repairs_the_gradients(name):
   model = planted_layers.make_model(name)
   report = compare_planted(model)
@@ -93,9 +85,7 @@ def test_a_bad_matmul_is_named_and_its_name_repairs_the_gradients(name):
   assert cosine(exact, outside) >= COSINE
 
 
-@pytest.mark.parametrize(
-  "name", mark_slow_params((), planted_layers.NAMES, SLOW_SOUND)
-)
+@planted_models
 def test_the_same_model_without_the_fault_has_no_outlier(name):
   model = planted_layers.make_model(name, fault=False)
   report = compare_planted(model)
