@@ -1,8 +1,10 @@
 """The numbers by which reports judge: limits of errors, scales, iterations."""
 
+import dataclasses
 import math
 import types
 
+from helpers.comparisons import make_comparison, make_layer
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from optax_lossscale import diagnostics
 from optax_lossscale.diagnostics import _step_runs
 from optax_lossscale.diagnostics._comparison import (
   _compare_precision,
+  _measured_layers,
   _outliers,
 )
 from optax_lossscale.diagnostics._overflow import _description
@@ -142,6 +145,103 @@ def test_the_suggested_decrease_of_the_scale_covers_the_worst_backward_pass(
   ]
   rows.append(types.SimpleNamespace(log2_headroom=-9.0, backward=False))
   assert _compare_precision._compute_log2_excess(rows) == excess
+
+
+def report_layers(monkeypatch, rows, effects, **fields):
+  """Return a report with layers of these effects on all arrays."""
+  monkeypatch.setattr(_measured_layers, "as_row", lambda _, i: rows[i])
+  effects = {i: np.array([x, x]) for i, x in enumerate(effects)}
+  layers = types.SimpleNamespace(effect_by_layer=effects)
+  report = make_comparison(error=max(effects[0]), **fields)
+  return _compare_precision._report_layers(report, layers, EPS)
+
+
+def test_layers_are_sorted_by_their_effect_and_their_numbers(monkeypatch):
+  rows = [make_layer(name, index=i) for i, name in enumerate("abc")]
+  rows[2] = rows[2]._replace(amax=2.0)
+  report = report_layers(monkeypatch, rows, [0.1, 1.0, 1.0])
+  assert [row.name for row in report.layers] == ["c", "b", "a"]
+  assert report.outliers == report.overflowing == ()
+  assert report_layers(monkeypatch, rows, [9.0, 1.0, 1.0]).outliers == ("a",)
+
+
+def test_a_layer_overflows_if_it_does_so_forward_with_a_large_effect(
+  monkeypatch,
+):
+  rows = [
+    make_layer("a", headroom=-1.0, index=0),
+    make_layer("b", headroom=-3.0, index=1),
+    make_layer("b", headroom=-2.0, index=2),
+    make_layer("", headroom=-2.0, index=3),
+    make_layer("harmless", headroom=-4.0, index=4),
+    make_layer("backward", headroom=-5.0, index=5, backward=True),
+    make_layer("small", headroom=1.0, index=6),
+  ]
+  effects = [math.inf] * 4 + [0.0] + [math.inf] * 2
+  report = report_layers(monkeypatch, rows, effects)
+  assert report.overflowing == ("b", "a")
+  assert report.suggested_log2_scale_change == 0
+  assert set(report.outliers) == {"a", "b", "backward", "small"}
+
+
+def test_a_lower_scale_is_suggested_if_only_the_backward_pass_overflows(
+  monkeypatch,
+):
+  rows = [
+    make_layer("a", headroom=-3.0, index=0, backward=True),
+    make_layer("b", index=1),
+  ]
+  report = report_layers(monkeypatch, rows, [math.inf, math.inf])
+  assert report.suggested_log2_scale_change == -3
+  assert report.overflowing == report.outliers == ()
+  # A loss scale that was tried has the last word.
+  report = report_layers(
+    monkeypatch, rows, [math.inf, math.inf], suggested_log2_scale_change=-1
+  )
+  assert report.suggested_log2_scale_change == -1
+  assert report_layers(monkeypatch, rows, [1.0, 0.0]).outliers == ("a",)
+
+
+BAD = make_comparison(
+  error=0.5, inaccurate_arrays=("a", "b"), is_accurate=False
+)
+# The effects without the array that is amplified, and without the outliers.
+SMALL, LARGE = np.zeros(2), make_errors(ARRAY, 1.0)
+
+
+@pytest.mark.parametrize(
+  "fields, without_array, without_outliers, is_excused",
+  [
+    ({}, SMALL, LARGE, True),
+    ({}, LARGE, LARGE, True),
+    # An outlier is to blame if the errors are small without it, or if others
+    # are large without the array.
+    ({"outliers": ("w",)}, SMALL, LARGE, True),
+    ({"outliers": ("w",)}, SMALL, SMALL, False),
+    ({"outliers": ("w",)}, LARGE, LARGE, False),
+    ({"overflowing": ("w",)}, SMALL, SMALL, False),
+    ({"suggested_log2_scale_change": 4}, SMALL, SMALL, False),
+  ],
+)
+def test_an_error_that_any_rounding_causes_is_excused_without_an_outlier(
+  fields, without_array, without_outliers, is_excused
+):
+  report = dataclasses.replace(BAD, **fields)
+  runs = types.SimpleNamespace(
+    names=["a", "b"],
+    amplified_mask=np.array([True, False]),
+    compute_effects_without=lambda mask: without_array,
+  )
+  layers = types.SimpleNamespace(measure_without=lambda names: without_outliers)
+  excuse = _compare_precision._excuse_amplified_errors
+  result = excuse(report, runs, layers, EPS)
+  if not is_excused:
+    assert result == report
+    return
+  assert (result.outliers, result.amplified_arrays) == ((), ("a",))
+  assert result.inaccurate_arrays == ("b",)
+  assert result.error == without_array[TOTAL]
+  assert result.is_accurate is (without_array is SMALL)
 
 
 def test_the_suggested_decrease_of_the_scale_is_the_smallest_that_is_enough():
