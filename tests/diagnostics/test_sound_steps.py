@@ -54,7 +54,9 @@ NOT_ALL_IN_FLOAT16 = (
   "dtypes.bfloat16",
   "dtypes.bfloat16_params",
   "scaling.float32_layer",
+  "models.mixture_of_experts",
   "losses.gradient_penalty",
+  "losses.physics_informed",
 )
 
 # A sound step may leave these unchecked: facts, without advice.
@@ -67,6 +69,7 @@ FACTS = (
 # In these steps a condition keeps the update back, or it is zero.
 KEPT_BACK = (
   "kept_back.delayed_actor",
+  "kept_back.delayed_params",
   "kept_back.rejected_step",
   "kept_back.schedule_that_begins_later",
   "kept_back.stopped",

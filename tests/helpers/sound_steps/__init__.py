@@ -97,6 +97,15 @@ def train(
   return optax.apply_updates(params, updates), opt_state, loss
 
 
+def train_with_aux(tx, loss_fn, params, opt_state, *args):
+  """Return the new parameters, the new state and the auxiliary output."""
+  (_, aux), grads = ols.value_and_grad(
+    ols.autocast(loss_fn), opt_state, has_aux=True
+  )(params, *args)
+  updates, opt_state = tx.update(grads, opt_state, params)
+  return optax.apply_updates(params, updates), opt_state, aux
+
+
 def jit_step(train_step, tx, *args, params=None, batch=None):
   """Return a step of params, their state, further arguments and a batch."""
   params = init_mlp() if params is None else params

@@ -9,6 +9,7 @@ import optax
 from helpers.sound_steps import (
   apply_mlp,
   init_mlp,
+  jit_step,
   make_batch,
   make_train_step,
   mse,
@@ -71,6 +72,19 @@ def x64():
   mean = jnp.mean(x.astype(jnp.float64), 0)
   x = (x - mean).astype(jnp.float32)
   return make_train_step(ols.with_loss_scaling(ADAM), batch=(x, y))
+
+
+def float32_master_copies():
+  """Float16 gradients of float16 copies; updates of the copies in float32."""
+  tx = ols.with_loss_scaling(ADAM)
+
+  def train_step(master_params, opt_state, batch):
+    half_params = optax.tree.cast(master_params, jnp.float16)
+    grads = ols.grad(half_loss_fn, opt_state)(half_params, batch)
+    updates, opt_state = tx.update(grads, opt_state, master_params)
+    return optax.apply_updates(master_params, updates), opt_state
+
+  return jit_step(train_step, tx)
 
 
 def master_copies_beside_params():

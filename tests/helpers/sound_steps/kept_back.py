@@ -55,6 +55,12 @@ def delayed_actor():
   return _make_step(change, jnp.int32(1))
 
 
+def delayed_params():
+  """The parameters wait, and the optimizer does not."""
+  change = lambda old, new, count: (_where(count % 2, old[0], new[0]), new[1])
+  return _make_step(change, jnp.int32(1))
+
+
 def rejected_step():
   """The step is not taken, since the loss did not fall."""
   tx = ols.with_loss_scaling(optax.sgd(300.0))
@@ -107,6 +113,19 @@ def second_loss_that_is_left_out():
 
 
 # Something changes the new parameters or the new state.
+
+
+def clipped_weights():
+  """As in a Wasserstein GAN."""
+  clip = lambda x: jnp.clip(x, -0.1, 0.1)
+  return _make_step(lambda old, new: (jax.tree.map(clip, new[0]), new[1]))
+
+
+def on_a_sphere():
+  params = jax.tree.map(lambda x: (x + 1) / jnp.linalg.norm(x + 1), PARAMS)
+  project = lambda x: x / jnp.linalg.norm(x)
+  change = lambda old, new: (jax.tree.map(project, new[0]), new[1])
+  return _make_step(change, params=params)
 
 
 def nonnegative():

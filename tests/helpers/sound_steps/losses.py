@@ -9,6 +9,7 @@ import optax
 
 from helpers.sound_steps import (
   apply_mlp,
+  CLASSES,
   cross_entropy_loss_fn,
   FEATURES,
   HIDDEN,
@@ -66,6 +67,40 @@ def gradient_penalty():
   }
   batch = normal(ROWS, FEATURES, seed=1), 0.5 + normal(ROWS, FEATURES, seed=2)
   return make_train_step(TX, loss_fn, params, batch)
+
+
+def physics_informed():
+  """The residual of a differential equation, with second derivatives."""
+
+  def solution(params, t):
+    return apply_mlp(params, t[None])[0]
+
+  def loss_fn(params, times):
+    second = jax.vmap(jax.grad(jax.grad(solution, 1), 1), (None, 0))
+    values = jax.vmap(solution, (None, 0))(params, times)
+    start = solution(params, jnp.float32(0)) - 1
+    return mse(second(params, times), -values) + start**2
+
+  times = jnp.linspace(0, 2, ROWS)
+  return make_train_step(TX, loss_fn, init_mlp((1, HIDDEN, 1)), times)
+
+
+def invalid_actions():
+  """The policy gives no probability to actions that are not allowed."""
+
+  def loss_fn(params, batch):
+    x, actions, advantages, is_allowed = batch
+    logits = jnp.where(is_allowed, apply_mlp(params, x), -jnp.inf)
+    log_probs = jax.nn.log_softmax(logits)
+    chosen = jnp.take_along_axis(log_probs, actions[:, None], 1)[:, 0]
+    safe_log_probs = jnp.where(is_allowed, log_probs, 0)
+    entropy = -jnp.sum(jax.nn.softmax(logits) * safe_log_probs, -1)
+    return -jnp.mean(chosen * advantages + 0.01 * entropy)
+
+  x, actions = make_labeled_batch()
+  is_allowed = jax.nn.one_hot(actions, CLASSES) + (jnp.arange(CLASSES) < 2) > 0
+  batch = x, actions, normal(ROWS, seed=3), is_allowed
+  return make_train_step(TX, loss_fn, batch=batch)
 
 
 def small_gradients():

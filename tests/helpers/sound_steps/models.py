@@ -1,6 +1,7 @@
 """Steps with models whose ops are hard for float16: masks, routing, scans."""
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import optax
 
@@ -71,6 +72,55 @@ def fully_masked_rows():
     return jnp.where(has_key, scores, 0)
 
   return _make_transformer_step(mask_scores)
+
+
+def jax_attention():
+  """``jax.nn.dot_product_attention``, which masks by itself."""
+
+  def loss_fn(params, batch):
+    x, y = batch
+    query, key, value = (
+      a.reshape(*x.shape[:2], 2, -1)
+      for a in jnp.split(x @ params["qkv"], 3, -1)
+    )
+    x = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    return mse(x.reshape(y.shape) @ params["out"], y)
+
+  params = {
+    "qkv": dense(FEATURES, 3 * FEATURES),
+    "out": dense(FEATURES, FEATURES, seed=1),
+  }
+  batch = (
+    normal(2, LENGTH, FEATURES, seed=5),
+    normal(2, LENGTH, FEATURES, seed=6),
+  )
+  return make_train_step(TX, loss_fn, params, batch)
+
+
+def mixture_of_experts():
+  """The router stays in float32, and balances the load of the experts."""
+
+  @ols.keep_float32
+  def route(weights, x):
+    return jax.nn.softmax(x @ weights)
+
+  def loss_fn(params, batch):
+    x, y = batch
+    probs = route(params["router"], x)
+    gates, chosen = lax.top_k(probs, 2)
+    hidden = jax.nn.gelu(jnp.einsum("bi,eij->bej", x, params["up"]))
+    outputs = jnp.einsum("bej,ejk->bek", hidden, params["down"])
+    picked = jnp.take_along_axis(outputs, chosen[..., None], 1)
+    load = jnp.mean(jax.nn.one_hot(chosen[:, 0], 4), 0)
+    balance = 4 * jnp.sum(load * jnp.mean(probs, 0))
+    return mse(jnp.sum(gates[..., None] * picked, 1), y) + 0.01 * balance
+
+  params = {
+    "router": dense(FEATURES, 4),
+    "up": normal(4, FEATURES, FEATURES, seed=1, scale=0.4),
+    "down": normal(4, FEATURES, CLASSES, seed=2, scale=0.4),
+  }
+  return make_train_step(TX, loss_fn, params)
 
 
 def rarely_used_rows():

@@ -40,6 +40,13 @@ def partition_with_frozen_layer():
   )
 
 
+def masked_clipping():
+  """Only the first layer is clipped."""
+  clip = optax.clip_by_block_rms(0.01)
+  masked = optax.masked(clip, {"layer_0": True, "layer_1": False})
+  return _make_inner_step(optax.chain(masked, ADAM))
+
+
 def schedule_free():
   return _make_inner_step(contrib.schedule_free_adamw(1e-2))
 
@@ -68,9 +75,19 @@ def prodigy():
   return _make_inner_step(contrib.prodigy())
 
 
+def adaptive_clipping_by_layer():
+  clip = optax.adaptive_grad_clip(0.1)
+  return _make_inner_step(optax.chain(clip, optax.lamb(1e-2)))
+
+
 def half_precision_moments():
   """The first moment is stored in bfloat16."""
   return _make_inner_step(optax.adamw(1e-2, mu_dtype=jnp.bfloat16))
+
+
+def flattened():
+  """The optimizer sees one vector."""
+  return _make_inner_step(optax.flatten(ADAM))
 
 
 def _make_extra_args_step(inner, get_extra_args):

@@ -15,6 +15,7 @@ from helpers.sound_steps import (
   jit_step,
   make_batch,
   make_labeled_batch,
+  mse,
   mse_loss_fn,
   normal,
   ROWS,
@@ -149,3 +150,28 @@ def pretrained_features():
     return _train(mse_loss_fn, head, opt_state, (features, batch[1]))
 
   return jit_step(train_step, TX, encoder)
+
+
+def alternating_updates():
+  """A second model learns the residuals, in every second step."""
+
+  def residual_loss_fn(second, first, batch):
+    x, y = batch
+    residual = y - lax.stop_gradient(apply_mlp(first, x))
+    return mse(apply_mlp(second, x), residual)
+
+  @jax.jit
+  def train_step(first, second, first_state, second_state, count, batch):
+    first, first_state, loss = _train(mse_loss_fn, first, first_state, batch)
+
+    def update_second():
+      return _train(residual_loss_fn, second, second_state, first, batch)[:2]
+
+    second, second_state = lax.cond(
+      count % 2 == 1, update_second, lambda: (second, second_state)
+    )
+    return first, second, first_state, second_state, count + 1, loss
+
+  first, second = init_mlp(), init_mlp(seed=5)
+  states = TX.init(first), TX.init(second)
+  return train_step, (first, second, *states, jnp.int32(1), make_batch())

@@ -10,10 +10,12 @@ from helpers.sound_steps import (
   dense,
   init_mlp,
   jit_step,
+  make_batch,
   make_train_step,
   mse,
   mse_loss_fn,
   train,
+  train_with_aux,
 )
 import optax_lossscale as ols
 
@@ -25,6 +27,40 @@ def jitted_loss_only():
   jit_loss = lambda loss_fn: jax.jit(ols.autocast(loss_fn))
   step, args = make_train_step(TX, cast=jit_loss)
   return step.__wrapped__, args
+
+
+def state_in_a_dict():
+  """Everything that is trained is one pytree of the user's."""
+
+  @jax.jit
+  def train_step(state, batch):
+    params, opt_state, loss = train(
+      TX, mse_loss_fn, state["params"], state["opt_state"], batch
+    )
+    count = state["count"] + 1
+    return {"params": params, "opt_state": opt_state, "count": count}, loss
+
+  params = init_mlp()
+  opt_state, count = TX.init(params), jnp.int32(0)
+  state = {"params": params, "opt_state": opt_state, "count": count}
+  return train_step, (state, make_batch())
+
+
+def auxiliary_outputs():
+  """Outputs and metrics come with the loss, and are not scaled."""
+
+  def loss_fn(params, batch):
+    out = apply_mlp(params, batch[0])
+    mae = jnp.mean(jnp.abs(out - batch[1]))
+    return mse(out, batch[1]), {"out": out, "mae": mae}
+
+  def train_step(params, opt_state, batch):
+    params, opt_state, aux = train_with_aux(
+      TX, loss_fn, params, opt_state, batch
+    )
+    return params, opt_state, aux["mae"]
+
+  return jit_step(train_step, TX)
 
 
 def checkpointed_layers():

@@ -9,10 +9,13 @@ import optax
 
 from helpers.sound_steps import (
   CLASSES,
+  cross_entropy,
   FEATURES,
   HIDDEN,
+  integers,
   make_batch,
   mse,
+  normal,
   train,
 )
 import optax_lossscale as ols
@@ -34,14 +37,24 @@ def _init_optimizer(model, filter_spec=eqx.is_inexact_array):
   return TX.init(eqx.filter(model, filter_spec))
 
 
-def _train(loss_fn, model, opt_state, trained, *args):
-  """Update the part of a model that is trained."""
-  loss, grads = ols.value_and_grad(
-    ols.autocast(loss_fn), opt_state, using=eqx.filter_value_and_grad
-  )(trained, *args)
-  params = eqx.filter(trained, eqx.is_inexact_array)
-  updates, opt_state = TX.update(grads, opt_state, params)
-  return eqx.apply_updates(model, updates), opt_state, loss
+def _train(loss_fn, model, opt_state, *args, trained=None):
+  """Update a model, or the part of it that is trained."""
+  (_, aux), grads = ols.value_and_grad(
+    ols.autocast(loss_fn),
+    opt_state,
+    using=eqx.filter_value_and_grad,
+    has_aux=True,
+  )(model if trained is None else trained, *args)
+  params = eqx.filter(model, eqx.is_inexact_array)
+  updates, opt_state = TX.update(
+    grads, opt_state, params if trained is None else trained
+  )
+  return eqx.apply_updates(model, updates), opt_state, aux
+
+
+def _with_loss(loss_fn):
+  """Return a loss function whose auxiliary output is the loss."""
+  return lambda *args: (loss_fn(*args),) * 2
 
 
 def partition_and_combine():
@@ -67,7 +80,7 @@ def frozen_backbone():
   def train_step(model, opt_state, batch):
     trained, backbone = eqx.partition(model, filter_spec)
     loss_fn = lambda trained: mse_loss_fn(eqx.combine(trained, backbone), batch)
-    return _train(loss_fn, model, opt_state, trained)
+    return _train(_with_loss(loss_fn), model, opt_state, trained=trained)
 
   return train_step, (model, _init_optimizer(model, filter_spec), make_batch())
 
@@ -85,9 +98,48 @@ def train_state_module():
   @eqx.filter_jit
   def train_step(state, batch):
     model, opt_state, loss = _train(
-      mse_loss_fn, state.model, state.opt_state, state.model, batch
+      _with_loss(mse_loss_fn), state.model, state.opt_state, batch
     )
     return TrainState(model, opt_state, state.step + 1), loss
 
   state = TrainState(model, _init_optimizer(model), jnp.int32(0))
   return train_step, (state, make_batch())
+
+
+class ConvNet(eqx.Module):
+  conv: eqx.nn.Conv2d
+  norm: eqx.nn.BatchNorm
+  out: eqx.nn.Linear
+
+  def __init__(self, key):
+    keys = jax.random.split(key)
+    self.conv = eqx.nn.Conv2d(1, 4, 3, key=keys[0])
+    self.norm = eqx.nn.BatchNorm(4, "batch", mode="batch")
+    self.out = eqx.nn.Linear(4, CLASSES, key=keys[1])
+
+  def __call__(self, image, state):
+    x, state = self.norm(self.conv(image), state)
+    return self.out(jnp.mean(jax.nn.relu(x), (1, 2))), state
+
+
+def batch_norm():
+  """The state of the model is an argument and a result."""
+  model, model_state = eqx.nn.make_with_state(ConvNet)(jax.random.key(0))
+
+  def loss_fn(model, model_state, images, labels):
+    logits, new_state = jax.vmap(
+      model, axis_name="batch", in_axes=(0, None), out_axes=(0, None)
+    )(images, model_state)
+    return cross_entropy(logits, labels), new_state
+
+  @eqx.filter_jit
+  def train_step(model, model_state, opt_state, images, labels):
+    model, opt_state, new_state = _train(
+      loss_fn, model, opt_state, model_state, images, labels
+    )
+    new_state = ols.select_if_finite(opt_state, new_state, model_state)
+    return model, new_state, opt_state
+
+  images, labels = normal(8, 1, 6, 6, seed=1), integers(CLASSES, 8)
+  opt_state = _init_optimizer(model)
+  return train_step, (model, model_state, opt_state, images, labels)

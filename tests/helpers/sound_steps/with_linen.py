@@ -11,7 +11,12 @@ import optax
 from helpers.sound_steps import (
   CLASSES,
   cross_entropy,
+  FEATURES,
+  HIDDEN,
   integers,
+  make_batch,
+  mse,
+  no_cast,
   normal,
 )
 import optax_lossscale as ols
@@ -20,6 +25,30 @@ import optax_lossscale as ols
 class TrainState(train_state.TrainState):
   batch_stats: Any = None
   average: Any = None
+
+
+def _create_state(module, x, tx=None, **kwargs):
+  variables = jax.jit(module.init)(jax.random.key(0), x)
+  return TrainState.create(
+    apply_fn=module.apply,
+    tx=tx or ols.with_loss_scaling(optax.adamw(1e-2)),
+    **variables,
+    **kwargs,
+  )
+
+
+def _make_regression_step(module, cast=ols.autocast):
+  x, y = make_batch()
+
+  @jax.jit
+  def train_step(state, batch):
+    def loss_fn(params):
+      return mse(state.apply_fn({"params": params}, batch[0]), batch[1])
+
+    loss, grads = ols.value_and_grad(cast(loss_fn), state)(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+  return train_step, (_create_state(module, x), (x, y))
 
 
 class BatchNormNet(nn.Module):
@@ -51,11 +80,45 @@ def batch_stats_and_average():
     )
     return new.replace(batch_stats=batch_stats, average=average), loss
 
-  variables = jax.jit(BatchNormNet().init)(jax.random.key(0), images)
-  state = TrainState.create(
-    apply_fn=BatchNormNet().apply,
-    tx=ols.with_loss_scaling(optax.adamw(1e-2)),
-    average=variables["params"],
-    **variables,
-  )
+  state = _create_state(BatchNormNet(), images)
+  state = state.replace(average=state.params)
   return train_step, (state, images, labels)
+
+
+class Block(nn.Module):
+  @nn.compact
+  def __call__(self, x, _=None):
+    return x + nn.tanh(nn.Dense(FEATURES)(nn.LayerNorm()(x))), None
+
+
+class ScannedNet(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    layers = nn.scan(
+      Block,
+      variable_axes={"params": 0},
+      split_rngs={"params": True},
+      length=3,
+    )
+    x, _ = layers()(x, None)
+    return nn.Dense(CLASSES)(nn.LayerNorm()(x))
+
+
+def scan_over_layers():
+  """As large language models do: one block is compiled."""
+  return _make_regression_step(ScannedNet())
+
+
+class HalfNet(nn.Module):
+  """Layers that compute in float16, with float32 parameters."""
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.gelu(nn.Dense(HIDDEN, dtype=jnp.float16)(x))
+    x = nn.LayerNorm(dtype=jnp.float32)(x)
+    return nn.Dense(CLASSES, dtype=jnp.float16)(x).astype(jnp.float32)
+
+
+def layers_with_dtype():
+  """Without autocast: the layers cast."""
+  return _make_regression_step(HalfNet(), cast=no_cast)
