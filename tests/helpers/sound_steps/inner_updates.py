@@ -118,6 +118,16 @@ def maml():
   return jit_step(train_step, ADAM, SGD.init(PARAMS))
 
 
+def first_order_maml():
+  @jax.jit
+  def train_step(params, opt_state, inner_state, batch):
+    ahead = _move(SGD, params, inner_state, batch)
+    grads = ols.grad(_cast_loss_fn, opt_state)(ahead, batch)
+    return *_apply(ADAM, grads, params, opt_state), inner_state
+
+  return train_step, (PARAMS, ADAM.init(PARAMS), SGD.init(PARAMS), BATCH)
+
+
 def federated_averaging():
   """Each client starts from the same parameters and the same state."""
 

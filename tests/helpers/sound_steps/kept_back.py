@@ -94,6 +94,15 @@ def schedule_that_begins_later():
   return make_train_step(ols.with_loss_scaling(optax.sgd(schedule)))
 
 
+def branch_that_updates():
+  @jax.jit
+  def train_step(params, opt_state, batch, count):
+    update = lambda: train(ADAM, mse_loss_fn, params, opt_state, batch)[:2]
+    return lax.cond(count % 2 == 0, update, lambda: (params, opt_state))
+
+  return train_step, (PARAMS, ADAM.init(PARAMS), BATCH, jnp.int32(0))
+
+
 def second_loss_that_is_left_out():
   """The second loss has a scale, too, and is left out if it overflows."""
   policy = ols.DynamicLossScale()
@@ -128,6 +137,11 @@ def on_a_sphere():
   return _make_step(change, params=params)
 
 
+def in_a_ball():
+  project = optax.projections.projection_l2_ball
+  return _make_step(lambda old, new: (project(new[0], 1.0), new[1]))
+
+
 def nonnegative():
   inner = optax.chain(optax.sgd(0.1), optax.keep_params_nonnegative())
   tx = ols.with_loss_scaling(inner)
@@ -155,6 +169,15 @@ def previous_params():
   return _make_step(lambda old, new, _: (*new, old[0]), init_mlp(seed=3))
 
 
+def average_with_large_weights():
+  """Another average serves evaluation."""
+
+  def change(old, new, average, best):
+    return *new, optax.incremental_update(new[0], average, 1e-3), best
+
+  return _make_step(change, PARAMS, PARAMS)
+
+
 def best_params():
   def change(old, new, best, best_loss):
     loss = _cast_loss_fn(old[0], BATCH)
@@ -172,6 +195,15 @@ def lookahead_by_hand():
     return _where(is_sync, slow, new[0]), new[1], slow
 
   return _make_step(change, PARAMS, jnp.int32(0))
+
+
+def moments_restarted_now():
+  def change(old, new, count):
+    fresh = ADAM.init(new[0]).inner_state
+    inner_state = _where(count % 10 == 0, fresh, new[1].inner_state)
+    return new[0], new[1]._replace(inner_state=inner_state)
+
+  return _make_step(change, jnp.int32(20))
 
 
 def rate_that_reacts_to_a_skip():
@@ -195,6 +227,17 @@ def ratio_to_itself():
     log_probs = jax.nn.log_softmax(apply_mlp(params, batch[0]))
     ratio = jnp.exp(log_probs - lax.stop_gradient(log_probs))
     return -jnp.mean(ratio * batch[1])
+
+  return make_train_step(ADAM, loss_fn)
+
+
+def magic_box():
+  """The surrogate loss of DiCE."""
+
+  def loss_fn(params, batch):
+    log_probs = jnp.sum(jax.nn.log_softmax(apply_mlp(params, batch[0])), -1)
+    box = jnp.exp(log_probs - lax.stop_gradient(log_probs))
+    return jnp.mean(box * batch[1][:, 0])
 
   return make_train_step(ADAM, loss_fn)
 
@@ -269,6 +312,10 @@ def sharpness_aware():
 
 def distance_over_gradients():
   return _make_contrib_step("dog")
+
+
+def distance_over_weighted_gradients():
+  return _make_contrib_step("dowg")
 
 
 def _make_contrib_step(name):

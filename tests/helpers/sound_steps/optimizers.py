@@ -113,9 +113,22 @@ def reduce_on_plateau():
   return _make_extra_args_step(optax.chain(ADAM, plateau), _get_value)
 
 
+def polyak_sgd():
+  return _make_extra_args_step(
+    optax.polyak_sgd(max_learning_rate=0.1), _get_value
+  )
+
+
 def _get_search_args(loss, grads, loss_fn, opt_state, batch):
   value_fn = lambda params: loss_fn(params, batch)
   return {"value": loss, "grad": grads, "value_fn": value_fn}
+
+
+def backtracking_line_search():
+  search = optax.scale_by_backtracking_linesearch(max_backtracking_steps=5)
+  return _make_extra_args_step(
+    optax.chain(optax.sgd(1.0), search), _get_search_args
+  )
 
 
 def lbfgs():

@@ -15,6 +15,7 @@ from helpers.sound_steps import (
   jit_step,
   make_batch,
   make_labeled_batch,
+  make_train_step,
   mse,
   mse_loss_fn,
   normal,
@@ -139,6 +140,21 @@ def mean_teacher():
   x = normal(ROWS, FEATURES, seed=1)
   views = x + normal(*x.shape, seed=2, scale=0.1), x
   return train_step, (student, teacher, TX.init(student), views)
+
+
+def maml():
+  """The loss after one inner step of gradient descent, for each task."""
+
+  def loss_fn(params, tasks):
+    def task_loss(support, query):
+      grads = jax.grad(mse_loss_fn)(params, support)
+      adapted = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+      return mse_loss_fn(adapted, query)
+
+    return jnp.mean(jax.vmap(task_loss)(*tasks))
+
+  x, y = (a.reshape(2, 2, 4, -1) for a in make_batch(16))
+  return make_train_step(TX, loss_fn, batch=((x[0], y[0]), (x[1], y[1])))
 
 
 def pretrained_features():

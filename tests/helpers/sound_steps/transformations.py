@@ -46,6 +46,20 @@ def state_in_a_dict():
   return train_step, (state, make_batch())
 
 
+def two_updates_per_step():
+  """Two batches, one after the other, in one compiled call."""
+  step, (params, opt_state, _) = make_train_step(TX)
+
+  @jax.jit
+  def train_twice(params, opt_state, batches):
+    for batch in batches:
+      params, opt_state, loss = step(params, opt_state, batch)
+    return params, opt_state, loss
+
+  x, y = make_batch(16)
+  return train_twice, (params, opt_state, [(x[:8], y[:8]), (x[8:], y[8:])])
+
+
 def auxiliary_outputs():
   """Outputs and metrics come with the loss, and are not scaled."""
 

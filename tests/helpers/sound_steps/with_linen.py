@@ -85,6 +85,37 @@ def batch_stats_and_average():
   return train_step, (state, images, labels)
 
 
+class DropoutNet(nn.Module):
+  @nn.compact
+  def __call__(self, x, train=False):
+    x = nn.relu(nn.Dense(HIDDEN)(x))
+    x = nn.Dropout(0.3, deterministic=not train)(x)
+    return nn.Dense(CLASSES)(x)
+
+
+def dropout():
+  """The random key is folded with the count of steps."""
+  x, y = make_batch()
+
+  @jax.jit
+  def train_step(state, batch, key):
+    rngs = {"dropout": jax.random.fold_in(key, state.step)}
+
+    def loss_fn(params):
+      variables = {"params": params}
+      out = state.apply_fn(variables, batch[0], train=True, rngs=rngs)
+      return mse(out, batch[1])
+
+    loss, grads = ols.value_and_grad(ols.autocast(loss_fn), state)(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+  return train_step, (
+    _create_state(DropoutNet(), x),
+    (x, y),
+    jax.random.key(1),
+  )
+
+
 class Block(nn.Module):
   @nn.compact
   def __call__(self, x, _=None):

@@ -149,3 +149,25 @@ class Trainer(nnx.Module):
 
 def trainer_module():
   return nnx.jit(Trainer.train_step), (Trainer(nnx.Rngs(0)), make_batch())
+
+
+def two_optimizers():
+  """A generator and a critic, each updated in place."""
+  generator = nnx.Linear(4, FEATURES, rngs=nnx.Rngs(0))
+  critic = Mlp(nnx.Rngs(1))
+  optimizers = _make_optimizer(generator), _make_optimizer(critic)
+
+  def critic_loss_fn(critic, generator, real, noise):
+    fake = nnx.softplus(critic(generator(noise)))
+    return jnp.mean(fake + nnx.softplus(-critic(real)))
+
+  def generator_loss_fn(generator, critic, noise):
+    return jnp.mean(nnx.softplus(-critic(generator(noise))))
+
+  @nnx.jit
+  def train_step(generator, critic, g_optimizer, c_optimizer, real, noise):
+    _train(critic_loss_fn, critic, c_optimizer, generator, real, noise)
+    _train(generator_loss_fn, generator, g_optimizer, critic, noise)
+
+  real, noise = normal(8, FEATURES, seed=1), normal(8, 4, seed=2)
+  return train_step, (generator, critic, *optimizers, real, noise)
