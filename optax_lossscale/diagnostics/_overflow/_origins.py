@@ -35,7 +35,7 @@ from optax_lossscale.diagnostics import (
 _MAX_WHOLE = 1000
 # Compilation takes longer the more equations are measured.
 _MAX_MEASURED = 256
-# No inf or NaN originates in these, since they return entries of their operand.
+# No inf or NaN originates in these, since they return entries of their operands.
 _MOVEMENT = _primitives.DATA_MOVEMENT | _primitives.BROADCASTING
 # The program runs once for each suspect.
 _MAX_SUSPECTS = 31
@@ -283,8 +283,8 @@ class _OriginSearch:
   def _may_be_origin(self, key: Key) -> bool:
     """Return whether an inf may originate in an equation, or in its literal."""
     eqn = self._regions.eqns[key]
-    is_movement = eqn.primitive.name in _MOVEMENT
-    return not is_movement or isinstance(eqn.invars[0], core.Literal)
+    has_literal = any(isinstance(x, core.Literal) for x in eqn.invars)
+    return has_literal or eqn.primitive.name not in _MOVEMENT
 
   def find_origins(self) -> list[Origin]:
     """Return the origins, in the order in which they ran."""
