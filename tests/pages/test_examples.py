@@ -178,6 +178,7 @@ def test_slopes_that_underflow_are_brought_back_as_the_comment_says(wgan):
 FOLDER = "must be in a folder that exists"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name, args, message",
   [
