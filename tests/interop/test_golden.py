@@ -30,7 +30,6 @@ LEAVES_THE_RANGE = {"top", "bottom", "long fall", "long climb"}
 class System:
   """How the tests read a golden file."""
 
-  file: str
   start: object  # from the recorded settings to (policy, state)
   resume: object  # from these and what was saved to (policy, state)
   # From the recorded counters and the settings to ours.
@@ -82,56 +81,46 @@ def deepspeed_counts(counters, settings, more):
   return [c % first if c <= first else (c - first) % window for c in counters]
 
 
+# By the name of the file.
 SYSTEMS = {
-  "torch": System("torch", torch_start, lambda _, d: interop.from_torch(d)),
+  "torch": System(torch_start, lambda _, d: interop.from_torch(d)),
   "tf_keras": System(
-    "tf_keras",
-    lambda s: interop.from_keras({"dynamic": True, **s}),
-    keras_resume,
+    lambda s: interop.from_keras({"dynamic": True, **s}), keras_resume
   ),
-  "tf": System("tf", interop.from_keras, keras_resume),
-  "keras": System("keras", keras_start, keras_resume),
+  "tf": System(interop.from_keras, keras_resume),
+  "keras": System(keras_start, keras_resume),
   "flax": System(
-    "flax",
     lambda s: interop.from_flax({"fin_steps": 0, "scale": 65536.0, **s}),
     lambda s, saved: interop.from_flax(
       saved, **{k: v for k, v in s.items() if k != "scale"}
     ),
   ),
   "jmp": System(
-    "jmp",
     lambda s: JMP({**samples.JMP, "period": 2000, "counter": 0, **s}),
     lambda _, d: JMP(d),
   ),
   "mindspore": System(
-    "mindspore",
     lambda s: MINDSPORE({"counter": np.int32(0), **s}),
     lambda _, d: MINDSPORE(d),
   ),
   "paddle": System(
-    "paddle",
-    paddle_start,
-    lambda s, d: interop.from_paddle(with_scale_array(d)),
+    paddle_start, lambda s, d: interop.from_paddle(with_scale_array(d))
   ),
   "megatron": System(
-    "megatron",
     interop.from_megatron,
     lambda s, d: interop.from_megatron(s, with_scale_array(d)),
   ),
-  "deepspeed, old": System(
-    "deepspeed_old",
+  "deepspeed_old": System(
     lambda s: interop.from_deepspeed({**POWER, **s}, version="0.17.0"),
     lambda s, d: interop.from_deepspeed({**POWER, **s}, d, version="0.17.0"),
     functools.partial(deepspeed_counts, more=0),
   ),
-  "deepspeed, new": System(
-    "deepspeed_new",
+  "deepspeed_new": System(
     interop.from_deepspeed,
     interop.from_deepspeed,
     functools.partial(deepspeed_counts, more=1),
   ),
   "fairseq": System(
-    "fairseq",
     interop.from_fairseq,
     lambda s, d: interop.from_fairseq(s, d["loss_scale"]),
   ),
@@ -142,7 +131,7 @@ SYSTEMS = {
 def load_cases(name):
   """The cases of each group, which have their settings in common."""
   groups = {}
-  for case in interop_replay.load(SYSTEMS[name].file)["cases"]:
+  for case in interop_replay.load(name)["cases"]:
     if case["settings"].get("dynamic", True):
       groups.setdefault(str(case["settings"]), []).append(case)
   return list(groups.values())
@@ -194,7 +183,7 @@ def check_trajectory(system, case, theirs, policy, state, *, first):
   )
 
 
-@pytest.mark.parametrize("file", sorted({x.file for x in SYSTEMS.values()}))
+@pytest.mark.parametrize("file", SYSTEMS)
 def test_the_page_names_the_version_of_a_golden_file(file):
   golden = interop_replay.load(file)
   version = re.escape(golden["version"].split(",")[0].split("+")[0])
@@ -360,27 +349,19 @@ POLICIES = {
   "torch": interop.from_torch({**samples.TORCH, **TORCH})[0],
   "flax": interop.from_flax(FLAX)[0],
 }
-
-
-SGD, ADAM = optax.sgd(decayed(0.25)), optax.adam(decayed(0.0625))
 # The optimizers as the recorders made them. torch's schedule is the loop's, not
 # the optimizer's, so that its runs have none.
-RUNS = {
-  ("tf_keras", "sgd"): optax.sgd(0.25),
-  ("tf_keras", "sgd, decayed"): SGD,
-  ("tf_keras", "adam, decayed"): ADAM,
-  ("keras", "sgd, decayed"): SGD,
-  ("keras", "adam, decayed"): ADAM,
-  ("torch", "sgd"): optax.sgd(0.25),
-  ("torch", "adam"): optax.adam(0.0625),
-  ("flax", "sgd, decayed"): SGD,
-  ("flax", "adam, decayed"): ADAM,
+OPTIMIZERS = {
+  "sgd": optax.sgd(0.25),
+  "sgd, decayed": optax.sgd(decayed(0.25)),
+  "adam": optax.adam(0.0625),
+  "adam, decayed": optax.adam(decayed(0.0625)),
 }
-
-
-def load_run(package, name):
-  runs = interop_replay.load(package)["training"]
-  return next(run for run in runs if run["name"] == name)
+RUNS = {
+  (package, run["name"]): run
+  for package in POLICIES
+  for run in interop_replay.load(package)["training"]
+}
 
 
 def train(policy, inner, *, counts_move_on_skips=False):
@@ -420,12 +401,11 @@ QUICK_RUNS = [("tf_keras", "sgd"), ("flax", "adam, decayed")]
 @pytest.mark.parametrize("run", mark_slow_params(QUICK_RUNS, RUNS), ids=str)
 def test_params_and_scale_equal_the_other_system_at_every_step(run):
   package, name = run
-  theirs = load_run(package, name)
-  inner = RUNS[package, name]
+  theirs = RUNS[run]
   # tf.keras counts skipped steps as well, in its schedules and in Adam.
   moves = package == "tf_keras" and name != "sgd"
   params, scales, _ = train(
-    POLICIES[package], inner, counts_move_on_skips=moves
+    POLICIES[package], OPTIMIZERS[name], counts_move_on_skips=moves
   )
   assert [encoding.encode_scale(s) for s in scales] == encoding.decode_runs(
     theirs["scale"]
@@ -443,8 +423,8 @@ def test_the_counters_that_advance_on_a_skipped_step_match_the_docs():
   assert (APPLIED, ALL) == (22, 30)
   counts = {
     (package, counter): count
-    for package, name in RUNS
-    for counter, count in load_run(package, name)["counts"].items()
+    for (package, _), run in RUNS.items()
+    for counter, count in run["counts"].items()
   }
   assert counts == {
     ("tf_keras", "iterations"): ALL,
@@ -454,7 +434,7 @@ def test_the_counters_that_advance_on_a_skipped_step_match_the_docs():
     ("flax", "TrainState.step"): ALL,
     ("flax", "schedule"): APPLIED,
   }
-  _, _, opt_state = train(POLICIES["flax"], ADAM)
+  _, _, opt_state = train(POLICIES["flax"], OPTIMIZERS["adam, decayed"])
   assert ols.get_loss_scale_state(opt_state).total_notfinite == ALL - APPLIED
   # The counts of Adam and of its schedule.
   ours = [int(c) for _, c in optax.tree.get_all_with_path(opt_state, "count")]
