@@ -200,13 +200,7 @@ def is_scan_dropped_by_jit() -> bool:
 
 def get_bodies(hop: HigherOrderOp) -> list[_eqns.ClosedJaxpr]:
   """Return the jaxprs that a higher-order equation runs, or may run."""
-  match hop:
-    case While(condition, body):
-      return [condition, body]
-    case Cond(branches):
-      return list(branches)
-    case _:
-      return [hop.body]
+  return [body for body, _ in pair_bodies_with_inputs(hop, ())]
 
 
 def pair_bodies_with_inputs(
