@@ -304,8 +304,11 @@ def get_hi_primitive(eqn: core.JaxprEqn) -> Any:
   The result is an object that contains the rules of the primitive, as opposed
   to ``eqn.primitive``, which is the same for all equations of hijax.
   """
-  is_hijax = eqn.primitive.name == "call_hi_primitive"
-  return eqn.params.get("_prim") if is_hijax else None
+  if eqn.primitive.name != "call_hi_primitive":
+    return None
+  # Versions of JAX with a single parameter have different names for it.
+  (first_param, *more_params) = eqn.params.values()
+  return eqn.params.get("_prim") if more_params else first_param
 
 
 def get_exported_mlir(eqn: core.JaxprEqn) -> str:
@@ -396,10 +399,7 @@ def read_ref(x: Any) -> Any:
 
 
 def has_ref_operand(eqn: core.JaxprEqn) -> bool:
-  """Return whether an equation could write to a Ref.
-
-  Not each equation that writes to one declares an effect.
-  """
+  """Return whether an equation could write to a Ref, even without an effect."""
   return any(is_ref(atom.aval) for atom in eqn.invars)
 
 
