@@ -44,16 +44,6 @@ def as_loss(x):
   return jnp.sum(x.astype(jnp.float32))
 
 
-@register_fault("inf", "dot_general", X)
-def matmul(x):
-  return x @ BIG  # matmul
-
-
-@register_fault("nan", "log", X)
-def logarithm(x):
-  return jnp.log(x - 3)  # logarithm
-
-
 @register_fault("inf", "jit(block)/exp", X, function_name="block")
 def in_jit(x):
   @jax.jit
@@ -72,21 +62,6 @@ def in_scan(x):
     return x, None
 
   return lax.scan(body, x, jnp.arange(6))[0]
-
-
-@register_fault("inf", "scan[2]/scan[1]/div", X, function_name="inner")
-def in_nested_scan(x):
-  def inner(x, ij):
-    i, j = ij
-    hit = jnp.logical_and(i == 2, j == 1)
-    x = x + 1 / (1 - hit.astype(F16))  # in_nested_scan
-    return x, None
-
-  def outer(x, i):
-    js = jnp.arange(3)
-    return lax.scan(inner, x, (jnp.full(3, i), js))[0], None
-
-  return lax.scan(outer, x, jnp.arange(4))[0]
 
 
 @register_fault("inf", "while[2]/mul", X, function_name="body")
