@@ -442,3 +442,20 @@ def test_parts_of_a_concatenated_gradient_have_their_numbers():
   params = {"w": normal(2, 8, 8, seed=0)}
   found = jaxprs.list_named_matmuls(make_grad_fn(net), params, X)
   assert sorted(x.weights for x in found) == ["w/0"] * 3 + ["w/1"] * 3
+
+
+def test_a_gradient_that_is_part_of_another_one_has_its_own_name():
+  @jax.custom_vjp
+  def layer(w, x):
+    return x @ w["up"] + x @ w["down"]
+
+  def backward(residuals, ct):
+    w, x = residuals
+    up = x.T @ ct
+    return {"up": up, "down": up + x.T @ jnp.sin(ct)}, ct @ w["up"].T
+
+  layer.defvjp(lambda w, x: (layer(w, x), (w, x)), backward)
+  params = {"up": WEIGHTS, "down": WEIGHTS + 1}
+  found = jaxprs.list_named_matmuls(make_grad_fn(layer), params, X)
+  backward_names = sorted(x.weights for x in found if x.backward)
+  assert backward_names == ["down", "up", "up"]
