@@ -656,10 +656,15 @@ def test_a_search_compiles_flags_and_statistics_if_an_error_is_large(
   monkeypatch,
 ):
   programs = record_programs(monkeypatch)
-  far = lambda w, x: (x + 1e4) @ w - 1e4 * jnp.sum(w, 0)
-  report = search_worst(far, W, X)
+
+  def fun(w, x):
+    far = (x + 1e4) @ w - 1e4 * jnp.sum(w, 0)
+    return {"exact": x @ w, "far": far}
+
+  report = search_worst(fun, W, X)
   assert programs == [[], ["has_flags"], ["stats"]]
   assert len(report.outliers) == len(report.layers) == 1
+  assert report.inaccurate_arrays == ("far",)
 
 
 def test_a_search_names_matmuls_that_overflow_by_their_magnitudes(monkeypatch):
