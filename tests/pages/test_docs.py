@@ -11,6 +11,7 @@ import subprocess
 import tomllib
 
 from helpers import pages_below, relative_name, ROOT
+import pytest
 
 from optax_lossscale import diagnostics, interop, plots
 
@@ -25,6 +26,8 @@ PAGES = [
   *GUIDES,
   *API_PAGES,
 ]
+CI_RUN = ROOT / ".ci" / "run"
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
@@ -162,6 +165,12 @@ def test_each_link_leads_to_a_file_a_label_or_a_heading():
   assert files > 20 and headings > 20
 
 
+def test_no_file_names_a_package_index():
+  for path, text in read_tracked_texts():
+    if path.suffix in {".toml", ".txt", ".cfg", ".lock", ".yml"}:
+      assert not re.search(r"index-url|https?://\S*/simple", text), path
+
+
 def test_the_readme_has_only_absolute_links_which_work_anywhere():
   text = prose((ROOT / "README.md").read_text())
   links = re.findall(r"\]\(([^)\s]+)\)", text)
@@ -170,6 +179,20 @@ def test_the_readme_has_only_absolute_links_which_work_anywhere():
     assert link.startswith("https://"), link
   used = set(re.findall(r"\]\[([\w-]+)\]", text))
   assert used == set(defined)
+
+
+FRONT_PAGES = ROOT / "README.md", DOCS / "index.md"
+
+
+@pytest.mark.parametrize("path", FRONT_PAGES, ids=relative_name)
+def test_a_front_page_has_the_lowest_version_of_each_requirement(path):
+  page = path.read_text()
+  for requirement in PROJECT["dependencies"]:
+    name, lowest = requirement.split(">=")
+    stated = re.search(rf"{name} ([\d.]+\d)", page, re.IGNORECASE)[1]
+    assert lowest.removesuffix(".0") == stated, requirement
+  lowest = PROJECT["requires-python"].removeprefix(">=")
+  assert re.search(rf"Python\s{re.escape(lowest)}\b", page)
 
 
 def test_the_page_on_versions_has_the_declared_versions():
@@ -196,6 +219,34 @@ def test_no_power_of_two_turns_prose_bold_and_no_formula_needs_a_script():
       has_power = re.search(r"\d\*\*-?\d", part)
       where = f"{relative_name(path)}: write code, as in `2**3`, in {part}"
       assert not has_power or part.count("**") == 1, where
+
+
+def find_make_targets(path):
+  """The make targets that a script, a workflow or a page calls or names."""
+  calls = r"(?:^|run: |`)make (?:-j2 )?([a-z0-9.-]+)"
+  return set(re.findall(calls, path.read_text(), re.MULTILINE))
+
+
+def test_each_make_target_is_described_and_no_other_is_named():
+  makefile = (ROOT / "Makefile").read_text()
+  described = re.findall(r"^([a-z0-9.-]+):.*##", makefile, re.MULTILINE)
+  phony = makefile.split("\n.PHONY: ")[1].split("\n\n")[0]
+  assert sorted([*described, "FORCE"]) == sorted(
+    phony.replace("\\\n", "").split()
+  )
+  targets = set(re.findall(r"^([a-z0-9.-]+):", makefile, re.MULTILINE))
+  reliability = ROOT / "tests" / "RELIABILITY.md"
+  pages = ROOT / "README.md", ROOT / "CONTRIBUTING.md", reliability
+  for path in [CI_RUN, *WORKFLOWS, *pages]:
+    assert find_make_targets(path), path.name
+    assert find_make_targets(path) <= targets, path.name
+
+
+def test_github_makes_all_that_ci_run_makes():
+  on_a_push = [path for path in WORKFLOWS if "push:" in path.read_text()]
+  assert find_make_targets(CI_RUN) <= set().union(
+    *map(find_make_targets, on_a_push)
+  )
 
 
 def test_each_question_of_a_reader_is_answered_under_a_heading():

@@ -35,7 +35,7 @@ from optax_lossscale.diagnostics import (
 _MAX_WHOLE = 1000
 # Compilation takes longer the more equations are measured.
 _MAX_MEASURED = 256
-# No inf or NaN originates in these, since they return entries of their operands.
+# These return entries of their operands, so no inf or NaN originates in them.
 _MOVEMENT = _primitives.DATA_MOVEMENT | _primitives.BROADCASTING
 # The program runs once for each suspect.
 _MAX_SUSPECTS = 31
