@@ -38,7 +38,8 @@ FACTORIES = optimizers.get_all_factories()
 # Some are deprecated, or take an argument that is.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
 
-each_optimizer = pytest.mark.parametrize("name", FACTORIES)
+# With a state of arrays, with a loss as an argument, and with a line search.
+QUICK = "optax.adamw", "optax.polyak_sgd", "optax.lbfgs"
 
 
 @pytest.mark.slow
@@ -116,7 +117,7 @@ WRAPPINGS = [
 ]
 
 
-@each_optimizer
+@pytest.mark.parametrize("name", mark_slow_params(QUICK, FACTORIES))
 @pytest.mark.parametrize(
   "wrapping",
   mark_slow_params(WRAPPINGS[:1], WRAPPINGS),

@@ -37,7 +37,9 @@ def test_unscale_undoes_scale_bit_for_bit_at_every_power_of_two():
     assert has_same_bits(got, g), k
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+  "dtype", mark_slow_params(["float16"], ["float16", "bfloat16", "float32"])
+)
 def test_the_loss_is_exact_and_in_its_own_dtype_whatever_the_scale(dtype):
   """3 * 2**15 is no float16: Flax reports inf on a step that it applies."""
   fun = lambda w: (w * 3).astype(dtype)
@@ -341,9 +343,7 @@ SCALED_BY_HAND = {
 }
 
 
-@pytest.mark.parametrize(
-  "name", mark_slow_params(["in a jit", "jvp"], SCALED_BY_HAND)
-)
+@pytest.mark.parametrize("name", mark_slow_params(["in a jit"], SCALED_BY_HAND))
 @pytest.mark.filterwarnings("ignore:autocast had no effect")
 def test_a_loss_may_hold_a_gradient_that_is_scaled_by_hand(name):
   """A gradient penalty, or a step of an inner loop, with its own scale."""

@@ -173,9 +173,7 @@ UPDATES = [
 
 @pytest.mark.parametrize(
   "update",
-  mark_slow_params(
-    [ordinary, cond, jit_of_one_result, exchanged, other_dtype], UPDATES
-  ),
+  mark_slow_params([ordinary, jit_of_one_result, exchanged], UPDATES),
   ids=lambda f: f.__name__,
 )
 def test_an_update_equals_a_select_after_the_update(update):

@@ -40,7 +40,7 @@ def policies(draw):
   )
 
 
-@settings(max_examples=settings.default.max_examples // 4)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(policies(), st.lists(st.booleans(), min_size=30, max_size=30))
 def test_dynamic_follows_its_model(policy, finites):
   model = Model(policy)

@@ -129,7 +129,7 @@ def test_scanned_under_vmap_each_member_has_its_own_state(policy):
 
 
 @each_policy
-@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("x64", mark_slow_params([True], [False, True]))
 def test_types_are_strong_and_32_bits_wide_in_every_mode(policy, x64):
   expected = jax.eval_shape(policy.init)
   with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):

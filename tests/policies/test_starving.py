@@ -278,10 +278,8 @@ SCALARS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-  "name",
-  mark_slow_params(["turns of 2**41"], SCALARS),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCALARS)
 def test_gradients_above_float16_lower_the_scale_only_by_overflows(name):
   start, net, scalar, lowest, last = SCALARS[name]
   log2_scale, lost = map(np.asarray, run_with_scalars(start, net, scalar))
