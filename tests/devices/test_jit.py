@@ -91,3 +91,21 @@ def make_two_batches():
   batches, _ = exact_model.make_batches(2, overflows=0)
   batches["table"][1, 3, 5, 6] = exact_model.OVERFLOWING
   return [{name: x[i] for name, x in batches.items()} for i in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
+def test_a_step_compiles_for_a_state_that_only_eval_shape_has_seen(axis_type):
+  """Shapes from eval_shape, shardings derived from those of the params."""
+  run = ShardedRun("2x4", axis_type)
+  describe = lambda x, sharding: jax.ShapeDtypeStruct(
+    x.shape, x.dtype, sharding=sharding
+  )
+  with jax.set_mesh(run.mesh):
+    params = jax.tree.map(describe, exact_model.init_params(), run.shardings)
+    opt_state = jax.eval_shape(run.tx.init, params)
+    opt_state = jax.tree.map(describe, opt_state, run.state_shardings)
+    batch = run.put(make_two_batches()[0])
+    step = jax.jit(run.step).lower(params, opt_state, batch).compile()
+    after = step(*run.start(), batch)
+  sharding.assert_shardings_equal(after, (params, opt_state))

@@ -307,3 +307,21 @@ def map_over_axis(mapped, fun):
     check_vma=mapped == "check_vma",
   )
   return jax.jit(on_each)
+
+
+@pytest.mark.slow
+def test_vmapped_seeds_have_a_scale_and_a_flag_each():
+  tx = exact_model.make_optimizer()
+  step = functools.partial(exact_model.train_step, tx)
+  train = jax.jit(lambda *args: exact_model.train(step, *args))
+  seeds = [exact_model.make_batches(STEPS, seed)[0] for seed in range(4)]
+  params = exact_model.init_params()
+  start = params, tx.init(params)
+  together = jax.vmap(train, in_axes=(None, None, 0))(
+    *start, jax.tree.map(lambda *x: np.stack(x), *seeds)
+  )
+  skips = together[1].loss_scale_state.total_notfinite
+  assert len(np.unique(skips)) > 1
+  for i, batches in enumerate(seeds):
+    member = jax.tree.map(lambda x, i=i: x[i], together)
+    assert_same_bits(member, train(*start, batches))

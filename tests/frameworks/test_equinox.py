@@ -204,3 +204,24 @@ def test_matmuls_of_a_mapped_solver_run_in_half_precision():
     eqx.filter_grad(ols.autocast(neural_ode)), Field(), SERIES
   )
   assert 0.5 < report.fraction < 1
+
+
+@pytest.mark.slow
+def test_a_frozen_layer_is_filtered_out():
+  model, tx, _ = make(optax.sgd(0.1))
+  spec = jax.tree.map(lambda _: False, model)
+  spec = eqx.tree_at(lambda m: m.mlp.layers[-1].bias, spec, True)
+  diff, frozen = eqx.partition(model, spec)
+  opt_state = tx.init(diff)
+  (batch,) = make_batches(1)
+
+  def loss_of_bias(diff, batch):
+    return loss_fn(eqx.combine(diff, frozen), batch)
+
+  grads = ols.grad(loss_of_bias, opt_state, using=eqx.filter_value_and_grad)(
+    diff, batch
+  )
+  updates, _ = tx.update(grads, opt_state, diff)
+  assert len(jax.tree.leaves(updates)) == 1
+  after = eqx.combine(eqx.apply_updates(diff, updates), frozen)
+  assert loss_fn(after, batch) < loss_fn(model, batch)
