@@ -47,7 +47,9 @@ class Output(NamedTuple):
       ``"state_skip_count"`` are fields of a loss-scale state among the results.
       ``"unused"`` is an ``"unscaled"`` gradient that no `update` receives.
     name: its path, such as ``1/kernel``.
-    group: the index of the result, or of the ``update``, that it is part of.
+    group: the index of the tree that it is a leaf of, among the trees of its
+      kind: the results of the function, or what the calls of ``update`` or of
+      ``value_and_grad`` tagged.
     branches: for each ``cond`` around the tag, the outermost first, an
       identifier of the ``cond`` and the index of the branch.
     tag_kind: the kind of its tag; empty without a tag.
