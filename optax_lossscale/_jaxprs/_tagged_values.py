@@ -195,7 +195,7 @@ class _Harvester:
         fun = _make_cond_with_outputs(closed_jaxprs, len(eqn.outvars))
       case _higher_order.Scan():
         fun = _make_scan_with_outputs(hop, *closed_jaxprs)
-      case _higher_order.ShardMap():
+      case _:
         fun = _make_shard_map_with_outputs(hop, *closed_jaxprs)
     harvested_eqn = _rebuild_eqn(eqn, fun, bodies)
     if harvested_eqn is None:

@@ -141,9 +141,10 @@ def _measure_numbers(x: Any) -> tuple[Any, Any, Any]:
 def _measure_neg_amin(x: Any, outs: Sequence[Any]) -> Any:
   """Return minus the smallest magnitude with a nonfinite result."""
   (out,) = outs
-  if not _is_float(x) or x.shape != out.shape:
+  if not _is_float(x):
     return -jnp.inf
-  has_fault = ~jnp.isfinite(out)
+  # A scalar has a part in all results.
+  has_fault = ~jnp.isfinite(out) if x.shape == out.shape else True
   x = _arrays.upcast_for_reduction(x)
   return jnp.max(
     -jnp.abs(x), initial=-jnp.inf, where=jnp.isfinite(x) & has_fault

@@ -241,14 +241,13 @@ class _Instrumenter(_report_program.ReportEvaluator):
       outs = [jnp.where(jnp.isnan(x), y, new(y)) for y in outs]
     if key in self._measured:
       inputs = list(map(_as_array, inputs, eqn.invars))
-      stats = _eqn_stats.measure_eqn(eqn, inputs, outs)
-      value_state = state.get(self._measured[key])
-      if frame.iterations and value_state is not None:
-        state[key] = jax.tree.map(
-          functools.partial(jnp.where, value_state[0] == 0), stats, state[key]
-        )
-      else:
-        state[key] = stats
+      stats, old = _eqn_stats.measure_eqn(eqn, inputs, outs), state[key]
+      state[key] = stats
+      # Before it runs, these are constants, except in a loop or a branch.
+      if not isinstance(old.is_origin, np.ndarray):
+        value_state = state.get(self._measured[key], np.zeros(1, np.int32))
+        select = functools.partial(jnp.where, value_state[0] == 0)
+        state[key] = jax.tree.map(select, stats, old)
       is_healed = self.shared.is_healed[list(self._measured).index(key)]
       outs = _eqn_stats.heal(eqn, inputs, outs, is_healed, stats)
     for i, out in enumerate(outs):
