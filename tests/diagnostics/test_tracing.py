@@ -79,6 +79,10 @@ def strip_name(name):
 @pytest.mark.parametrize("name", whole_steps.NAMES)
 def test_the_gradients_of_a_step_of_any_shape_become_outputs(name):
   traced = trace(*whole_steps.make_step(name, SMALL))
+  if name == "with checkpoint" and getattr(jax.config, "jax_remat3", False):
+    # With this flag it is a hijax primitive, which declares its outputs.
+    assert traced.unreached_locations == ["checkpoint"]
+    return
   assert traced.unreached_locations == []
   assert [x.name for x in traced.grad_outputs] == sorted(PARAMS)
 
