@@ -26,7 +26,7 @@ from optax_lossscale._jaxprs import (
 # followed, for a value, by the index of the output plus `OUTPUT`. The outputs
 # of a jaxpr follow its equations: they have the index of a further equation.
 Key = tuple[int, ...]
-# What a value reads: equations, checked values, arguments and constants.
+# The equations, checked values, arguments and constants that a value reads.
 Sources = frozenset[Key]
 # Larger than the index of any equation, body or iteration, so that the outputs
 # of an equation come after its bodies.
@@ -56,8 +56,7 @@ class Regions(NamedTuple):
 
   def list_sources(self, key: Key) -> list[Key]:
     """Return the checked values, arguments and constants that a value reads."""
-    reads = self.reads.get(key, _NOTHING)
-    return sorted(source for source in reads if source not in self.eqns)
+    return sorted(self.reads.get(key, _NOTHING) - self.eqns.keys())
 
   def list_region(self, key: Key) -> list[Key]:
     """Return the positions of the equations in the region of a value."""

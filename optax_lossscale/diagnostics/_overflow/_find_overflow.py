@@ -195,7 +195,9 @@ def search_traced(
       traced, program, record, bad_outputs, progress
     )
   ]
-  origins, finite_runs = _assess_loss_scale(runs, origins)
+  finite_runs = runs
+  if origins:
+    origins, finite_runs = _assess_loss_scale(runs, origins)
   scaled_grads = _scaled_grads.find_scaled_grads(finite_runs)
   for x in runs, finite_runs:
     x.traced = x.traced._replace(outputs=scaled_grads.outputs)
