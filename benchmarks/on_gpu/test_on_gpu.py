@@ -55,7 +55,7 @@ def found(tmp_path):
 
 
 def read_rows(found, title):
-  """The rows of a table, as they are written."""
+  """Return the rows of a table in the file of results."""
   written = json.loads((found._out / "results.json").read_text())
   return written["tables"][title]["rows"]
 
@@ -214,8 +214,8 @@ def test_all_precisions_have_nearly_the_float32_loss(name):
 def run(tmp_path):
   """Return a function that runs the command, and returns what it printed.
 
-  It runs in a copy of the checkout, in which it must write nothing, with
-  folders of its own for everything else.
+  It runs in a copy of the checkout, in which it must write nothing, and with
+  separate folders for everything else.
   """
   checkout, out = tmp_path / "checkout", tmp_path / "results"
   for part in ("benchmarks", "optax_lossscale"):

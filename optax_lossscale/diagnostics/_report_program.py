@@ -1,4 +1,4 @@
-"""What the programs of all reports share: compiler options and side effects.
+"""Compiler options and side effects of the programs that reports run.
 
 XLA compiles such a program for a few runs. Its side effects are treated as
 follows:

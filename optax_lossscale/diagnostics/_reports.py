@@ -1,4 +1,4 @@
-"""What reports consist of: problems, rows for layers, tables, HTML."""
+"""The parts of reports: problems, rows for layers, tables, HTML."""
 
 from collections.abc import Mapping, Sequence
 import html

@@ -37,7 +37,7 @@ OUT_OF_RANGE = {
   "value": SCALES,
   "max_norm": [0.0, -1.0, NAN, INF, 2.0**-127, 2.0**128],
 }
-# What takes these arguments; the others are those of DynamicLossScale.
+# The functions that take these arguments. DynamicLossScale takes the others.
 TAKES = {
   "scale": ols.FixedLossScale,
   "loss_scale": lambda x: ols.with_loss_scaling(TX, x),

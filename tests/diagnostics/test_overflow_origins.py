@@ -62,7 +62,7 @@ def second_fault_if_the_first_is_mended(x):
 
 
 @register_origins("exp")
-def more_masks_than_bits(x):
+def many_masks_before_a_fault(x):
   """They leave no trace, and the one fault after them is named."""
   for _ in range(40):
     x = jax.nn.softmax(x + jnp.log(jnp.array([1, 0, 1, 1], x.dtype)))
@@ -70,7 +70,7 @@ def more_masks_than_bits(x):
 
 
 @register_origins(*["exp"] * 31)
-def more_faults_than_bits(x):
+def more_faults_than_runs(x):
   return [jnp.exp(x * 20 + i) for i in range(40)]
 
 
@@ -298,7 +298,7 @@ def test_the_origins_that_matter_are_named(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "name", ["more_faults_than_bits", "two_matmuls_of_a_sum"]
+  "name", ["more_faults_than_runs", "two_matmuls_of_a_sum"]
 )
 def test_some_origins_of_a_large_program_are_left_out_and_masks_named(
   name, monkeypatch

@@ -274,7 +274,7 @@ def test_a_shared_jit_of_the_update_is_analyzed_at_each_call():
 
 
 def test_objects_changed_in_place_count_as_results():
-  """Of the model and of a metric, with an optimizer that is not ours."""
+  """The model and a metric change, by an optimizer of Flax alone."""
   model = nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
   average = nnx.metrics.Average("norm")
