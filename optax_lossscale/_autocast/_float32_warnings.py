@@ -88,8 +88,8 @@ def describe_nothing_cast(
   name = getattr(fun, "__name__", type(fun).__name__)
   if not matmuls:
     return (
-      f"autocast had no effect on {name}: it contains no matmul or convolution."
-      f" Pass the function whose matmuls should run in {dtype}."
+      f"autocast had no effect on {name}: it contains no matmul or convolution"
+      f" of JAX arrays. Pass the function whose matmuls should run in {dtype}."
     )
   labels = sorted({_format_operand_dtypes(eqn) for eqn in matmuls})
   message = (

@@ -187,6 +187,11 @@ def test_a_function_without_matmuls_warns_at_the_users_line():
   assert caught[0].filename == __file__
 
 
+def test_outside_of_jit_numpy_multiplies_its_arrays_and_a_warning_says_so():
+  with pytest.warns(UserWarning, match="or convolution of JAX arrays"):
+    ols.autocast(lambda x: x @ x)(np.ones((4, 4), np.float32))
+
+
 IN_HALF = "A model that already computes in half precision needs no autocast."
 MIXED = (
   "If one operand is float32 and the other one neither float32 nor float16, the"
@@ -197,7 +202,7 @@ MIXED = (
 @pytest.mark.parametrize(
   "fun, text",
   [
-    (jnp.sin, "had no effect on sin: it contains no matmul or convolution."),
+    (jnp.sin, "had no effect on sin: it contains no matmul or convolution of"),
     (
       jax.jit(lambda x: bfloat16(x) @ bfloat16(x)),
       f"cast to float16, only some in bfloat16. {IN_HALF}",
