@@ -5,10 +5,8 @@ from helpers import mark_slow_params
 import jax
 from jax import lax
 import jax.numpy as jnp
-import optax
 import pytest
 
-import optax_lossscale as ols
 from optax_lossscale._jaxprs import _eqns
 from optax_lossscale.diagnostics import find_overflow
 from optax_lossscale.diagnostics._overflow import _origins
@@ -203,14 +201,6 @@ def total(x):
   return jnp.sum(x.astype(jnp.float32))
 
 
-@register_origins(arg=jnp.eye(4, dtype=X.dtype))
-@jax.jit
-def scale_that_fits(w):
-  opt_state = ols.with_loss_scaling(optax.sgd(0.1), 64.0).init(w)
-  loss_fn = lambda w: total(jax.nn.softmax(ROWS @ w) ** 2)
-  return ols.value_and_grad(loss_fn, opt_state)(w)
-
-
 @register_origins(arg=ROWS)
 @jax.value_and_grad
 def masked_softmax(x):
@@ -218,37 +208,9 @@ def masked_softmax(x):
   return total(jax.nn.softmax(logits) ** 2)
 
 
-@register_origins(arg=ROWS)
-def mask_too_large_for_float16(x):
-  logits = x.T @ x + (1 - CAUSAL.astype(x.dtype)) * -6e4 * 4
-  return jax.nn.softmax(jnp.where(CAUSAL, logits, -jnp.inf))
-
-
-@register_origins(arg=ROWS)
-def mask_of_logarithms(x):
-  return jax.nn.softmax(x.T @ x + jnp.log(CAUSAL.astype(x.dtype)))
-
-
 @register_origins(arg=jnp.where(CAUSAL, 0, -jnp.inf).astype(X.dtype))
 def mask_among_the_arguments(mask):
   return jax.nn.softmax(ROWS.T @ ROWS + mask)
-
-
-@register_origins(arg=ROWS)
-def where_that_is_not_taken(x):
-  return jnp.where(x > 0, jnp.log(x), 0) + jnp.where(x > 9, 1 / (x - x), 1)
-
-
-@register_origins(arg=ROWS)
-@jax.grad
-def where_guarded_twice(x):
-  safe = jnp.where(x > 0, x, 1)
-  return total(jnp.where(x > 0, jnp.log(safe), 0))
-
-
-@register_origins(arg=ROWS)
-def part_that_is_cut_off(x):
-  return jnp.concatenate([jnp.exp(x * 20), x])[3:]
 
 
 @register_origins(arg=jnp.ones(3, X.dtype))
@@ -316,16 +278,10 @@ def test_some_origins_of_a_large_program_are_left_out_and_masks_named(
   "fun, expected",
   [
     (lambda a, b: jnp.concatenate([a, b])[:2], ["exp"]),
-    (lambda a, b: jnp.concatenate([a, b])[2:], ["log"]),
     (lambda a, b: jnp.where(jnp.arange(4) < 2, b, b[0, 3]), ["log"]),
-    (lambda a, b: jnp.where(jnp.arange(4) > 1, a, a[0, 0]), ["exp"]),
     (lambda a, b: a + b, ["exp", "log"]),
-    (lambda a, b: a.sum() + b.sum(), ["exp", "log"]),
     (lambda a, b: (a[:, 0], b[:, 0]), ["log"]),
-    (lambda a, b: jnp.sort(a.ravel()), ["exp"]),
     (lambda a, b: jnp.max(a + jnp.maximum(b, 0)), ["exp"]),
-    (lambda a, b: jnp.stack([a, b])[1].T, ["log"]),
-    (lambda a, b: jnp.unstack(jnp.stack([a, b]))[0], ["exp"]),
   ],
 )
 def test_only_faults_that_reach_the_result_are_named(fun, expected):

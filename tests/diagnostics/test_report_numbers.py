@@ -290,16 +290,6 @@ def find_scans(closed_jaxpr):
           yield i, j
 
 
-@pytest.mark.slow
-def test_find_overflow_names_the_row_that_overflows_in_a_reversed_scan():
-  def body(carry, i):
-    return carry * jnp.where(i == 3, 6e4, 1).astype(carry.dtype), None
-
-  fun = lambda x: lax.scan(body, x, np.arange(5), reverse=True)[0]
-  hit = diagnostics.find_overflow(fun, np.float16(2), progress=False)
-  assert hit.eqn_path == "scan[3]/mul"
-
-
 X = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
 
 

@@ -1,16 +1,12 @@
 """Programs with one fault each, on a line that a comment marks."""
 
-import equinox as eqx
 from flax import linen as nn
-from flax import nnx
 import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-import optax
 
 from helpers import sharding
-import optax_lossscale as ols
 
 F16 = jnp.float16
 X = jnp.full((2, 4), 2, F16)
@@ -98,13 +94,6 @@ def in_remat():
     return jnp.square(x * 200)  # in_remat
 
   return (lambda x: as_loss(block(x))), X
-
-
-@register_fault("inf", "div", X)
-@jax.grad
-def division_backward(x):
-  y = jnp.where(x > 2, jnp.sqrt(x - 2), 0)  # division_backward
-  return as_loss(y)
 
 
 @register_fault("inf", "dot_general", W, backward=True)
@@ -218,51 +207,3 @@ def in_linen():
   params["params"]["Dense_0"]["kernel"] /= 8
   loss_fn = lambda params, x: as_loss(model.apply(params, x))
   return jax.jit(jax.value_and_grad(loss_fn)), params, X
-
-
-@register_fault("nan", "div", function_name="Model.__call__")
-def in_nnx():
-  class Model(nnx.Module):
-    def __init__(self, rngs):
-      self.first = nnx.Linear(4, 4, dtype=F16, rngs=rngs)
-      self.norm = nnx.BatchNorm(4, dtype=F16, rngs=rngs)
-      self.drop = nnx.Dropout(0.5, rngs=rngs)
-
-    def __call__(self, x):
-      x = self.drop(self.norm(self.first(x)))
-      return x / (x - x)  # in_nnx
-
-  loss_fn = lambda model, x: as_loss(model(x))
-  return nnx.value_and_grad(loss_fn), Model(nnx.Rngs(0)), X
-
-
-@register_fault("inf", "dot_general", function_name="Model.__call__")
-def in_equinox():
-  class Model(eqx.Module):
-    layers: list
-    act: object
-
-    def __call__(self, x):
-      x = self.act(self.layers[0](x)) * 50000
-      return self.layers[1](x)  # in_equinox
-
-  def loss_fn(model, x):
-    return as_loss(jax.vmap(model)(x))
-
-  keys = jax.random.split(jax.random.key(0), 2)
-  layers = [eqx.nn.Linear(4, 4, key=key, dtype=F16) for key in keys]
-  layers = jax.tree.map(lambda x: jnp.full_like(x, 0.5), layers)
-  model = Model(layers, jnp.tanh)
-  return eqx.filter_value_and_grad(loss_fn), model, X
-
-
-@register_fault("inf", "mul", function_name="loss_fn", backward=True)
-def with_a_scale():
-  opt_state = ols.with_loss_scaling(optax.sgd(0.1), 2.0**15).init(W)
-
-  def loss_fn(w, x):
-    y = x @ w
-    y = y * 4  # with_a_scale
-    return as_loss(y)
-
-  return ols.value_and_grad(loss_fn, opt_state), W, X
