@@ -1,6 +1,7 @@
 """The reports judge half precision, whatever makes a program compute in it."""
 
 import functools
+import itertools
 import re
 
 from flax import linen as nn
@@ -125,8 +126,9 @@ PROGRAMS = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+  "dtype", mark_slow_params((), DTYPES, slow=[jnp.float16])
+)
 @pytest.mark.parametrize("fun", PROGRAMS)
 def test_errors_are_those_against_an_independent_program_in_float32(fun, dtype):
   params = init_params("first", "middle", "last")
@@ -193,22 +195,20 @@ def attention(w, x):
   return jax.nn.softmax(scores / 1024 / 1024) @ x
 
 
-# The operations that lose precision in float16, and those that do in bfloat16.
-PLANTED = {
-  norm_by_squares: DTYPES[:1],
-  variance: DTYPES,
-  softmax_by_hand: DTYPES[:1],
-  infinite_count: DTYPES[:1],
-  swallowed_sum: DTYPES,
-  embedding: DTYPES,
-  attention: DTYPES[:1],
-}
-PLANTED_CASES = [(fun, x) for fun, dtypes in PLANTED.items() for x in dtypes]
+# The operations that lose precision in bfloat16, and those in float16 alone.
+IN_BOTH = variance, swallowed_sum, embedding
+IN_FLOAT16 = norm_by_squares, softmax_by_hand, infinite_count, attention
 
 
-@pytest.mark.parametrize("case", mark_slow_params([], PLANTED_CASES))
-def test_an_operation_that_loses_precision_is_named_at_its_line(case):
-  fun, dtype = case
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("fun", "dtype"),
+  [
+    *itertools.product(IN_BOTH, DTYPES),
+    *itertools.product(IN_FLOAT16, DTYPES[:1]),
+  ],
+)
+def test_an_operation_that_loses_precision_is_named_at_its_line(fun, dtype):
   params = init_params("first", "middle", "last")
 
   def loss_fn(params, x):
@@ -226,17 +226,16 @@ def test_an_operation_that_loses_precision_is_named_at_its_line(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "shift"), [(jnp.float16, 60)])
-def test_state_that_is_no_parameter_is_compared_too(dtype, shift):
+def test_state_that_is_no_parameter_is_compared_too():
   """A running variance by difference does not reach the gradients."""
   params = init_params("w")
   tx = ols.with_loss_scaling(optax.sgd(0.1), 2.0**10)
 
   def loss_fn(params, variance, x):
-    h = x.astype(dtype) @ params["w"].astype(dtype) + shift
+    h = x.astype(jnp.float16) @ params["w"].astype(jnp.float16) + 60
     batch_variance = jnp.mean(h * h, 0) - jnp.mean(h, 0) ** 2  # state
     variance = 0.9 * variance + 0.1 * batch_variance.astype(jnp.float32)
-    return jnp.mean(((h - shift).astype(jnp.float32) - 1) ** 2), variance
+    return jnp.mean(((h - 60).astype(jnp.float32) - 1) ** 2), variance
 
   def train_step(params, opt_state, variance, x):
     grad_fn = ols.grad(loss_fn, opt_state, has_aux=True)
@@ -311,14 +310,10 @@ def pallas_kernel(x):
   return pl.pallas_call(kernel, out_shape=shape, interpret=True)(x)
 
 
-def next_number(x):
-  return jnp.nextafter(x, jnp.ones((), x.dtype))
-
-
 @pytest.mark.parametrize(
   ("fun", "name"),
   [
-    (next_number, "nextafter"),
+    (lambda x: jnp.nextafter(x, jnp.ones((), x.dtype)), "nextafter"),
     pytest.param(bitcast, "bitcast_convert_type", marks=pytest.mark.slow),
     pytest.param(callback, "pure_callback", marks=pytest.mark.slow),
     pytest.param(pallas_kernel, "pallas_call", marks=pytest.mark.slow),
@@ -378,12 +373,10 @@ def with_half_params(dtype):
   return loss_fn, params
 
 
-MODELS = with_linen, with_half_params
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize(
+  "dtype", mark_slow_params((), DTYPES, slow=[jnp.float16])
+)
+@pytest.mark.parametrize("make", [with_linen, with_half_params])
 def test_models_that_compute_in_half_precision_are_compared(make, dtype):
   loss_fn, params = make(dtype)
   report = check(loss_fn, params, X)

@@ -54,10 +54,6 @@ def scores(params, batch):
   return jnp.tanh(batch @ params["w"])
 
 
-def cut(loss_fn):
-  return lambda params, batch: lax.stop_gradient(loss_fn(params, batch))
-
-
 def hidden_cut(params, batch):
   return jnp.mean((lax.stop_gradient(scores(params, batch)) - 1) ** 2)
 
@@ -67,38 +63,23 @@ def accuracy(params, batch):
   return jnp.mean((labels == 0).astype(jnp.float32))
 
 
-def rounded(params, batch):
-  return jnp.mean(scores(params, batch).astype(jnp.int32).astype(jnp.float32))
-
-
-CONSTANT_GRADS = {
-  "a loss behind stop_gradient": cut(hidden_cut),
-  "a hidden layer behind stop_gradient": hidden_cut,
-  "an argmax": accuracy,
-  "a cast to integers": rounded,
-}
-
-
 @pytest.mark.parametrize("cast", [ols.autocast, lambda loss_fn: loss_fn])
-@pytest.mark.parametrize(
-  "name", mark_slow_params({"an argmax"}, CONSTANT_GRADS)
-)
-def test_gradients_that_no_operation_computes_are_a_problem(name, cast):
-  problem = find_problem(cast(CONSTANT_GRADS[name]))
+def test_gradients_that_no_operation_computes_are_a_problem(cast):
+  problem = find_problem(cast(accuracy))
   assert problem.cause.startswith("All gradients are zero")
   assert "stop_gradient, argmax, rounding" in problem.fix
+
+
+def dead_layer(params, batch):
+  return jnp.mean(jax.nn.relu(scores(params, batch) - 2))
 
 
 @pytest.mark.parametrize(
   "cast", mark_slow_params([ols.autocast], [ols.autocast, in_half])
 )
 def test_gradients_that_are_zero_for_this_batch_are_a_problem(cast):
-  def dead_layer(params, batch):
-    return jnp.mean(jax.nn.relu(scores(params, batch) - 2))
-
-  assert find_problem(cast(dead_layer)).cause == (
-    "All gradients are zero, in float32 too."
-  )
+  problem = find_problem(cast(dead_layer))
+  assert problem.cause == "All gradients are zero, in float32 too."
 
 
 def test_zero_gradients_of_one_of_two_updates_are_named():
@@ -112,15 +93,13 @@ def test_zero_gradients_of_one_of_two_updates_are_named():
     other_updates, other_state = tx.update(grads, other_state)
     return updates, other_updates, state, other_state
 
-  params = PARAMS
-  state = tx.init(params)
-  (problem,) = check_step(step, params, state, state, X).problems
+  state = tx.init(PARAMS)
+  (problem,) = check_step(step, PARAMS, state, state, X).problems
   assert problem.cause.startswith("All gradients of update [1] are zero")
 
 
 def tiny_loss(params, batch):
-  half = jax.tree.map(lambda x: x.astype(F16), (params, batch))
-  return 1e-9 * jnp.mean(scores(*half).astype(jnp.float32) ** 2)
+  return 1e-9 * jnp.mean(in_half(scores)(params, batch) ** 2)
 
 
 def test_gradients_that_all_underflow_are_a_problem_with_a_higher_scale():
@@ -143,14 +122,6 @@ def mean_of_many(params, batch):
 
 
 @in_half
-def mean_over_tokens(params, batch):
-  values = repeat(scores(params, batch), 70_000)
-  mask = jnp.ones(70_000, F16)
-  total = jnp.sum((values * mask).astype(jnp.float32))
-  return total / jnp.sum(mask).astype(jnp.float32)
-
-
-@in_half
 def mean_over_clamped_tokens(params, batch):
   values = repeat(scores(params, batch), 70_000)
   count = jnp.maximum(jnp.sum(jnp.ones(70_000, F16)), 1)
@@ -165,19 +136,6 @@ def norm_by_hand(params, batch):
 
 
 @in_half
-def rms_norm(params, batch):
-  out = 300 * (batch @ params["w"])
-  square = lax.stop_gradient(jnp.mean(out * out, -1, keepdims=True))
-  return jnp.mean((out * lax.rsqrt(square + 1)).astype(jnp.float32) - 1)
-
-
-@in_half
-def inverse_of_a_square(params, batch):
-  norm = jnp.sum((300 * (batch @ params["w"])) ** 2)
-  return jnp.mean(scores(params, batch)) * norm**-1
-
-
-@in_half
 def in_a_scan(params, batch):
   def body(total, x):
     out = 300 * (x @ params["w"])
@@ -186,20 +144,20 @@ def in_a_scan(params, batch):
   return lax.scan(body, F16(0), batch[:, None])[0]
 
 
-ABSORBED = {
-  "mean_over_tokens": mean_over_tokens,
-  "mean_over_clamped_tokens": mean_over_clamped_tokens,
-  "norm_by_hand": norm_by_hand,
-  "rms_norm": rms_norm,
-  "inverse_of_a_square": inverse_of_a_square,
-  "body": in_a_scan,
-}
-
-
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-@pytest.mark.parametrize("name", mark_slow_params({"norm_by_hand"}, ABSORBED))
-def test_an_inf_of_the_forward_pass_that_disappears_is_a_problem(name):
-  loss_fn = ABSORBED[name]
+@pytest.mark.parametrize(
+  "loss_fn, name",
+  [
+    (norm_by_hand, "norm_by_hand"),
+    pytest.param(
+      mean_over_clamped_tokens,
+      "mean_over_clamped_tokens",
+      marks=pytest.mark.slow,
+    ),
+    pytest.param(in_a_scan, "body", marks=pytest.mark.slow),
+  ],
+)
+def test_an_inf_of_the_forward_pass_that_disappears_is_a_problem(loss_fn, name):
   check = check_step(*make_step(loss_fn, ols.DynamicLossScale(1.0)))
   assert check.overflow is None
   first = check.problems[0]
@@ -222,13 +180,6 @@ def causal(x):
 
 
 @in_half
-def masked_with_inf(params, batch):
-  logits = scores(params, batch) @ batch.T
-  logits = jnp.where(causal(batch), logits, -jnp.inf)
-  return jnp.mean((jax.nn.softmax(logits) @ batch).astype(jnp.float32) ** 2)
-
-
-@in_half
 def masked_by_addition(params, batch):
   mask = (1 - causal(batch).astype(F16)) * F16(-6e4)
   logits = scores(params, batch) @ batch.T + mask + mask
@@ -244,9 +195,7 @@ def masked_by_logarithms(params, batch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "loss_fn", [masked_with_inf, masked_by_addition, masked_by_logarithms]
-)
+@pytest.mark.parametrize("loss_fn", [masked_by_addition, masked_by_logarithms])
 def test_a_mask_of_minus_inf_is_sound(loss_fn):
   check = check_step(*make_step(loss_fn))
   assert check.is_sound, str(check)
@@ -263,13 +212,9 @@ def make_gaussian(exponent):
 
 
 GAUSSIANS = {
-  "a square": lambda x: -jnp.square(x),
   "a product": lambda x: -(x * x),
-  "half of a square": lambda x: -0.5 * x**2,
   "a distance": lambda x: -jnp.sum(x**2, -1, keepdims=True) / 8,
-  "a wide distance": lambda x: -jnp.sum(x**2, -1, keepdims=True) / 10_000,
   "a wide one": lambda x: -1e-4 * x**2,
-  "a number": lambda x: -jnp.full(x.shape, 9, x.dtype),
 }
 
 
@@ -298,20 +243,6 @@ def binary_cross_entropy(params, batch):
   return -jnp.mean(labels * jnp.log(probs) + (1 - labels) * jnp.log(1 - probs))
 
 
-def log_likelihood(params, batch):
-  variance = jax.nn.relu(batch @ params["w"])
-  return jnp.mean(jnp.log(variance) + batch[:, :1] ** 2)
-
-
-def root_of_zero(params, batch):
-  return jnp.mean(jnp.sqrt(jnp.sum((batch @ params["w"] * 0) ** 2, -1)))
-
-
-def norm_of_zero(params, batch):
-  out = batch @ params["w"]
-  return jnp.mean(jnp.linalg.norm(out - out, axis=-1))
-
-
 def out_of_classes(params, batch):
   logits = jax.nn.log_softmax(batch @ params["w"])
   labels = jnp.full((16, 1), 7)
@@ -325,27 +256,20 @@ def out_of_vocabulary(params, batch):
 
 
 LOG = "log in", "jnp.where(x > 0, x, 1)"
-ROOT = "", "jnp.sqrt(jnp.maximum(x, "
 INDEX = "gather in", "an index is out of bounds"
 # A loss, and a part of the cause and of the fix.
 UNDEFINED = {
   "log of a softmax in float16": (log_of_softmax, *LOG),
   "log of a probability": (log_of_probability, *LOG),
-  "log of a probability with autocast": (
-    ols.autocast(log_of_probability),
-    *LOG,
-  ),
-  "binary cross-entropy": (binary_cross_entropy, *LOG),
-  "log of a variance": (ols.autocast(log_likelihood), *LOG),
-  "root of zero": (ols.autocast(root_of_zero), *ROOT),
-  "norm of zero": (ols.autocast(norm_of_zero), *ROOT),
+  "binary cross-entropy": (ols.autocast(binary_cross_entropy), *LOG),
   "class that does not exist": (out_of_classes, *INDEX),
   "word that does not exist": (out_of_vocabulary, *INDEX),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scale", [2.0**15, 2.0**-14])
+@pytest.mark.parametrize(
+  "scale", mark_slow_params((), [2.0**15, 2.0**-14], slow=[2.0**15])
+)
 @pytest.mark.parametrize("name", UNDEFINED)
 def test_what_is_not_defined_at_any_scale_is_not_blamed_on_the_scale(
   name, scale
@@ -365,19 +289,14 @@ def large_labels(params, batch):
   return jnp.mean((batch @ params["w"] - 1.5e8) ** 2)
 
 
-def large_sum(params, batch):
-  return 1e9 * jnp.sum((batch @ params["w"] - 1) ** 2)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("loss_fn", [large_labels, large_sum])
-def test_a_scale_below_the_minimum_of_the_policy_is_named(loss_fn):
-  problem = find_problem(ols.autocast(loss_fn))
+def test_a_scale_below_the_minimum_of_the_policy_is_named():
+  problem = find_problem(ols.autocast(large_labels))
   assert "min_scale of its policy stops it at 1" in problem.fix
   assert "decreases on its own" not in problem.fix
   assert problem.loss_scale is None
   free = ols.DynamicLossScale(min_scale=2.0**-40)
-  problem = find_problem(ols.autocast(loss_fn), free)
+  problem = find_problem(ols.autocast(large_labels), free)
   assert problem.loss_scale < 1
   assert "decreases on its own" in problem.fix
 
@@ -397,32 +316,17 @@ def test_without_autocast_the_scale_that_helps_is_named():
   assert "Lower min_scale" in check.problems[0].fix
 
 
-def make_step_with_metrics(compute_metrics):
-  """Returns a step with metrics and statistics, and its arguments."""
+@pytest.mark.slow
+def test_statistics_that_are_not_finite_are_a_problem_and_a_metric_is_not():
   tx = ols.with_loss_scaling(optax.sgd(0.1))
   loss_fn = ols.autocast(lambda p, x: jnp.mean((scores(p, x) - 1) ** 2))
 
   def step(params, state, mean, batch):
     grads = ols.grad(loss_fn, state)(params, batch)
     updates, state = tx.update(grads, state, params)
-    metrics, new_mean = compute_metrics(mean, batch)
-    return optax.apply_updates(params, updates), state, metrics, new_mean
+    return updates, state, jnp.inf * batch[0], mean + jnp.sum(batch) / mean
 
-  return step, PARAMS, tx.init(PARAMS), jnp.zeros(3), X
-
-
-@pytest.mark.slow
-def test_statistics_that_are_not_finite_are_a_problem():
-  spoil = lambda mean, batch: (1.0, mean + jnp.sum(batch) / mean)
-  check = check_step(*make_step_with_metrics(spoil))
-  (problem,) = check.problems
-  assert problem.cause.startswith("div in")
-
-
-@pytest.mark.slow
-def test_an_infinite_metric_is_no_origin_of_another_problem():
-  spoil = lambda mean, batch: (jnp.inf * batch[0], mean + jnp.sum(batch) / mean)
-  check = check_step(*make_step_with_metrics(spoil))
+  check = check_step(step, PARAMS, tx.init(PARAMS), jnp.zeros(3), X)
   (problem,) = check.problems
   assert problem.cause.startswith("div in")
   assert check.overflow.other_origins == ()
@@ -443,9 +347,5 @@ def test_gradients_that_no_scale_makes_nonzero_are_a_problem():
 
 @pytest.mark.slow
 def test_zero_gradients_of_a_step_with_a_callback_are_a_problem():
-  def loss_with_callback(params, batch):
-    batch = pass_through_host(batch)
-    return jnp.mean(jax.nn.relu(scores(params, batch) - 2))
-
-  problem = find_problem(loss_with_callback)
+  problem = find_problem(lambda p, x: dead_layer(p, pass_through_host(x)))
   assert problem.cause == "All gradients are zero."
