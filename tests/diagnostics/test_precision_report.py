@@ -2,7 +2,6 @@
 
 import functools
 import json
-import re
 
 from flax import linen as nn
 from helpers import find_line_number, hijax, mark_slow_params, sharding
@@ -211,19 +210,17 @@ def test_counts_that_shapes_do_not_determine_are_reported():
   report = precision_report(
     jnp.linalg.solve, *[make_shape(4, 4, dtype=F32)] * 2
   )
-  note = report.limitations[0]
-  assert re.fullmatch(r"custom_linear_solve.*: its body is counted once", note)
+  assert report.limitations[0].startswith("custom_linear_solve")
+  assert report.limitations[0].endswith(": its body is counted once")
 
-  ragged = lambda x, w, sizes: lax.ragged_dot(x, w, sizes)
   sizes = make_shape(2, dtype=jnp.int32)
-  report = precision_report(
-    ragged, make_shape(4, 4), make_shape(2, 4, 4), sizes
-  )
+  args = make_shape(4, 4), make_shape(2, 4, 4), sizes
+  report = precision_report(lax.ragged_dot, *args)
   assert (report.total_flops, report.limitations) == (128, ())
   assert report.flops == {"float16": 128}
   # In the gradient, each group has its share of the rows.
-  both = jax.grad(lambda w, x, sizes: total(ragged(x, w, sizes) ** 2))
-  report = precision_report(both, make_shape(2, 4, 4), make_shape(4, 4), sizes)
+  loss = lambda x, w, sizes: total(lax.ragged_dot(x, w, sizes) ** 2)
+  report = precision_report(jax.grad(loss, 1), *args)
   assert (report.total_flops, report.limitations) == (2 * 128, ())
 
 
@@ -279,22 +276,12 @@ def test_a_step_whose_only_matmuls_are_the_optimizers_has_none():
   assert "no convolutions outside of the optimizer." in str(report)
 
 
-def test_the_dtype_can_be_another():
-  fun = lambda x: jnp.exp(x @ x)
-  report = precision_report(
-    fun, make_shape(4, 4, dtype=jnp.bfloat16), dtype=jnp.bfloat16
-  )
-  assert (report.dtype, report.fraction) == ("bfloat16", 1.0)
-  integers = precision_report(fun, make_shape(4, 4, dtype=jnp.int8))
-  assert ([*integers.flops], integers.unconverted) == (["int8"], ())
-
-
 @pytest.mark.parametrize(
   ("dtype", "fraction"), [(jnp.int32, 0), (jnp.int8, 1), (F16, 1)]
 )
 def test_integers_count_by_their_bits(dtype, fraction):
-  fun = lambda x: (x @ x).astype(F32)
-  report = precision_report(fun, make_shape(4, 4, dtype=dtype))
+  report = precision_report(jnp.matmul, *[make_shape(4, 4, dtype=dtype)] * 2)
+  assert report.flops == {jnp.dtype(dtype).name: 128}
   assert report.fraction == fraction
 
 
@@ -351,11 +338,8 @@ def test_the_report_converts_to_a_json_dict():
     lambda x: jnp.exp(x @ x), make_shape(4, 4, dtype=F32)
   )
   as_dict = json.loads(json.dumps(report.as_dict()))
-  assert as_dict["dtype"] == "float16"
-  assert as_dict["total_flops"] == 128
-  assert as_dict["flops"] == {"float32": 128}
+  assert as_dict["total_flops"] == 128 and as_dict["limitations"] == []
   assert as_dict["unconverted"][0]["primitive"] == "dot_general"
-  assert as_dict["limitations"] == []
 
 
 def test_the_fix_names_the_dtype_and_is_printed_only_if_there_is_one():
