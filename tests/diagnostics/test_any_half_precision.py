@@ -393,33 +393,22 @@ def test_a_mixed_precision_model_of_keras_is_compared_with_float32(monkeypatch):
   monkeypatch.setenv("KERAS_BACKEND", "jax")  # Read when Keras is imported.
   keras = pytest.importorskip("keras")
   policy = keras.mixed_precision.DTypePolicy("mixed_float16")
-  layers = keras.layers
-  model = keras.Sequential(
-    [
-      keras.Input((SIZE,)),
-      layers.Dense(SIZE, dtype=policy),
-      layers.BatchNormalization(dtype=policy),
-      layers.Dense(4, dtype=policy),
-    ]
+  layers = [
+    keras.layers.Dense(SIZE, dtype=policy),
+    keras.layers.BatchNormalization(dtype=policy),
+    keras.layers.Dense(4, dtype=policy),
+  ]
+  model = keras.Sequential([keras.Input((SIZE,)), *layers])
+  trainable, others = (
+    [x.value for x in variables]
+    for variables in (model.trainable_variables, model.non_trainable_variables)
   )
-  trainable = [x.value for x in model.trainable_variables]
-  others = [x.value for x in model.non_trainable_variables]
 
-  def loss_fn(trainable, others, x):
-    out, others = model.stateless_call(trainable, others, x, training=True)
-    return jnp.mean((out.astype(jnp.float32) - 1) ** 2), others
+  def loss_fn(trainable, x):
+    out, _ = model.stateless_call(trainable, others, x, training=True)
+    return jnp.mean((out.astype(jnp.float32) - 1) ** 2)
 
-  tx = ols.with_loss_scaling(optax.sgd(0.1))
-
-  def train_step(trainable, others, opt_state, x):
-    grad_fn = ols.grad(loss_fn, opt_state, has_aux=True)
-    grads, others = grad_fn(trainable, others, x)
-    updates, opt_state = tx.update(grads, opt_state, trainable)
-    return optax.apply_updates(trainable, updates), others, opt_state
-
-  report = diagnostics.check_step(
-    train_step, trainable, others, tx.init(trainable), X, progress=False
-  )
+  report = check(loss_fn, trainable, X)
   assert report.is_sound and report.comparison.dtype == "float16"
 
 

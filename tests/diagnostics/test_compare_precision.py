@@ -324,26 +324,6 @@ def test_numbers_are_rounded_as_by_a_conversion(dtype):
   np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.slow
-def test_an_outlier_is_named():
-  def fun(w, x):
-    x = layer("a", layer("b", layer("c", x, w), w), w)
-    with jax.named_scope("bad"):
-      y = x @ (3000 * w) - x @ (3000 * w + 0.1 * jnp.eye(8))
-    return layer("d", layer("e", y, w), w)
-
-  report = compare(fun, W, X)
-  assert report.error > 0.1
-  (worst,) = report.outliers
-  assert worst == "bad"
-  repaired = compare(fun, W, X, keep_float32=worst)
-  assert repaired.error < 1e-2 and repaired.is_accurate
-  by_bisection = search_worst(fun, W, X)
-  assert by_bisection.outliers[:1] == (worst,)
-  found = by_bisection.layers[0].isolated_error
-  assert found == pytest.approx(report.layers[0].isolated_error, rel=0.01)
-
-
 def measure_nothing(rows):
   return np.zeros(1)
 
@@ -606,12 +586,26 @@ def test_all_programs_are_compiled_only_if_each_layer_is_measured(programs):
   assert programs == [[], ["has_flags", "stats"]]
 
 
-def test_a_search_compiles_flags_and_statistics_if_an_error_is_large(programs):
-  def fun(w, x):
-    far = (x + 1e4) @ w - 1e4 * jnp.sum(w, 0)
-    return {"exact": x @ w, "far": far}
+def exact_and_far(w, x):
+  far = (x + 1e4) @ w - 1e4 * jnp.sum(w, 0)
+  return {"exact": x @ w, "far": far}
 
-  report = search_worst(fun, W, X)
+
+@pytest.mark.slow
+def test_a_search_returns_the_outlier_of_a_comparison_of_all_layers():
+  report, found = (
+    compare(exact_and_far, W, X),
+    search_worst(exact_and_far, W, X),
+  )
+  assert found.outliers == report.outliers
+  (worst,) = found.layers
+  assert worst.isolated_error == pytest.approx(
+    report.layers[0].isolated_error, rel=0.01
+  )
+
+
+def test_a_search_compiles_flags_and_statistics_if_an_error_is_large(programs):
+  report = search_worst(exact_and_far, W, X)
   assert programs == [[], ["has_flags"], ["stats"]]
   assert len(report.outliers) == len(report.layers) == 1
   assert report.inaccurate_arrays == ("far",)

@@ -33,7 +33,7 @@ from optax_lossscale.diagnostics import (
 from optax_lossscale.diagnostics._overflow import _description
 
 FAULTS = faulty_models.FAULTS
-QUICK_FAULTS = "in_scan", "in_cond", "custom_vjp_backward"
+QUICK_FAULTS = "in_scan", "in_while", "in_cond", "custom_vjp_backward"
 
 
 @pytest.mark.parametrize("name", mark_slow_params(QUICK_FAULTS, FAULTS))
@@ -82,9 +82,8 @@ def find_two_origins():
 
 def test_the_report_prints_the_operation_its_operands_and_a_fix():
   hit = find_two_origins()
-  (line,) = {other.source_line for other in (hit, *hit.other_origins)}
-  assert line.startswith("test_find_overflow.py:")
-  assert line.endswith(" (fun)")
+  line = hit.source_line
+  assert line.startswith("test_find_overflow.py:") and line.endswith(" (fun)")
   first_line = "exp returned inf (float16) in the forward pass"
   assert str(hit).splitlines() == [
     f"{first_line}, at {line}.",
@@ -99,7 +98,6 @@ def test_the_report_prints_the_operation_its_operands_and_a_fix():
     "Operands: float16[] (max abs 1), float16[2,4] (max abs 0)",
   ]
   assert other.inputs[1] == ((2, 4), np.float16, 0.0, True, 0.0)
-  assert other.dtype == np.float16
   with pytest.raises(dataclasses.FrozenInstanceError):
     hit.kind = "nan"
   named = dataclasses.replace(hit, name="up at model.py:3 (<lambda>)")
@@ -313,30 +311,19 @@ def test_a_line_of_a_notebook_names_the_cell():
   assert str(line) == "cell:3 (loss_fn)"
 
 
-@pytest.mark.parametrize(
-  "wrap", mark_slow_params([jax.jit], [lambda fun: fun, jax.jit])
-)
-def test_an_equation_that_reads_an_inf_from_a_ref_is_named(wrap):
-  def fun(x, index):
-    ref = jax.new_ref(x)
+@pytest.mark.parametrize("is_argument", [False, True])
+def test_an_equation_that_reads_an_inf_from_a_ref_is_named(is_argument):
+  def fun(ref, x, index):
+    ref = ref if is_argument else jax.new_ref(x)
     ref[0] = x[1] * 60000
     jax.ref.addupdate(ref, 1, jnp.exp(x[1]))
     return ref[index] + 1
 
-  hit = find_overflow(wrap(fun), jnp.abs(X) + 1, 0)
+  args = jax.new_ref(X), jnp.abs(X) + 1
+  hit = find_overflow(jax.jit(fun), *args, 0)
   assert get_names(hit) == ["get"]
   assert hit.source_line.endswith(" (fun)")
-  assert find_overflow(wrap(fun), jnp.abs(X) + 1, 1) is None
-
-
-def test_a_ref_may_be_an_argument():
-  def fun(ref, x):
-    ref[...] = x * 60000
-    return ref[...] + 1
-
-  ref = jax.new_ref(X)
-  assert find_overflow(fun, ref, X).primitive == "get"
-  assert find_overflow(fun, ref, X / 60000) is None
+  assert find_overflow(jax.jit(fun), *args, 1) is None
 
 
 @pytest.mark.parametrize("factor", [1, 60000])

@@ -368,8 +368,7 @@ def test_the_columns_of_a_gradient_report_are_aligned():
   grads = {"w": np.float32([1e-9, 1]), "bias": np.zeros(3), "x": np.ones(1)}
   report = gradient_report(grads, loss_scale=ols.FixedLossScale(2.0).init())
   lines = str(report).splitlines()
-  assert lines[0].endswith(" underflow: find a loss scale with check_step.")
-  assert lines[1] == "Gradients multiplied by loss scale 2 and cast to float16:"
+  assert "multiplied by loss scale 2 " in lines[1]
   assert " ".join(lines[2].split()) == (
     "shape dtype amax smallest nonzero zero underflow subnormal overflow"
     " nonfinite"

@@ -169,12 +169,6 @@ def loop_that_carries_and_stacks_keys(x):
   return x, rows, jax.random.normal(keys[3])
 
 
-@register_origins("while[15]/mul", arg=jnp.ones(3, X.dtype))
-def iteration_of_a_while_loop(x):
-  body = lambda state: (state[0] + 1, state[1] * 2)
-  return lax.while_loop(lambda state: state[0] < 20, body, (0, x))[1]
-
-
 @register_origins("div", arg=jnp.ones(3, X.dtype))
 def inf_that_a_loop_makes_finite(x):
   undo = lambda i, x: jnp.where(i == 3, x * 60000, jnp.minimum(x, 4))
@@ -243,7 +237,6 @@ QUICK_ORIGINS = (
   "inf_literal_alone",
   "inf_literal_next_to_a_fault",
   "infs_of_which_only_integers_are_made",
-  "iteration_of_a_while_loop",
   "masked_softmax",
   "nothing_but_integers",
   "scan_that_recovers",

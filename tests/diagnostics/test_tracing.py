@@ -167,16 +167,13 @@ def test_each_report_says_that_gradients_in_a_while_are_not_analyzed():
     return lax.fori_loop(0, count, body, (params, state))
 
   args = *args, jnp.int32(2)
-  note = "radients inside while at test_tracing.py:"
-  with pytest.warns(
-    UserWarning, match=f"found no inf or NaN. Not analyzed: g{note}"
-  ):
+  note = "Not analyzed: gradients inside while at test_tracing.py:"
+  with pytest.warns(UserWarning, match=f"found no inf or NaN. {note}"):
     assert find_overflow(steps, *args) is None
   report = compare(steps, *args)
   assert report.target == "results"
   for one in report, precision_report(steps, *args):
-    (line,) = [x for x in str(one).splitlines() if f"g{note}" in x]
-    assert line in str(one).splitlines()[1:3]
+    (line,) = [x for x in str(one).splitlines()[1:3] if note in x]
     assert "pass a single step" in line
 
 
@@ -281,16 +278,13 @@ def test_objects_changed_in_place_count_as_results():
 
   @nnx.jit
   def step(model, optimizer, average, batch):
-    loss_fn = ols.autocast(lambda model: jnp.mean(model(batch)))
-    grads = nnx.grad(loss_fn)(model)
+    grads = nnx.grad(lambda model: jnp.mean(model(batch)))(model)
     optimizer.update(model, grads)
     average.update(norm=optax.tree.norm(grads))
 
-  args = model, optimizer, average, train_steps.BATCH
-  changed = [x.name for x in trace(step, args).outputs if x.kind == "argument"]
-  assert any(name.startswith("model.kernel") for name in changed)
-  assert any(name.startswith("average.total") for name in changed)
-  assert precision_report(step, *args).total_flops == 2 * 8 * 4 * 4
+  outputs = trace(step, (model, optimizer, average, train_steps.BATCH)).outputs
+  changed = [x.name.split(".")[:2] for x in outputs if x.kind == "argument"]
+  assert ["model", "kernel"] in changed and ["average", "total"] in changed
 
 
 def test_arguments_may_change_their_structure():

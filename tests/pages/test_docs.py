@@ -62,9 +62,8 @@ def texts():
 
 def test_the_stored_names_of_others_are_those_that_pages_mention_and_exist():
   """Else run tools/inventories.py, and look at what is new."""
-  made = runpy.run_path(str(ROOT / "tools" / "inventories.py"))[
-    "build_inventories"
-  ]()
+  tool = runpy.run_path(str(ROOT / "tools" / "inventories.py"))
+  made = tool["build_inventories"]()
   for package, lines in made.items():
     stored = (DOCS / "inventories" / f"{package}.txt").read_text()
     assert stored.splitlines()[1:] == lines, package
@@ -94,14 +93,9 @@ NO_TEXTS = {".json", ".msgpack", ".npz", ".pickle", ".png"}
 
 def read_tracked_texts():
   """The (file, text) of all that names an address: no pictures, no outputs."""
-  out = subprocess.run(
-    ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    check=True,
-  )
-  for name in out.stdout.splitlines():
+  command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+  names = subprocess.check_output(command, cwd=ROOT, text=True)
+  for name in names.splitlines():
     path = ROOT / name
     if path.suffix not in NO_TEXTS and path.is_file():
       yield path, path.read_text()
@@ -144,11 +138,8 @@ def slugs(path):
 
 
 def test_each_link_leads_to_a_file_a_label_or_a_heading():
-  labels = {
-    label
-    for path in PAGES
-    for label in re.findall(r"^\(([\w-]+)\)=$", path.read_text(), re.MULTILINE)
-  }
+  whole_text = "\n".join(path.read_text() for path in PAGES)
+  labels = re.findall(r"^\(([\w-]+)\)=$", whole_text, re.MULTILINE)
   files = headings = 0
   for path, link, where in links():
     target, _, slug = link.partition("#")
@@ -244,9 +235,8 @@ def test_each_make_target_is_described_and_no_other_is_named():
 
 def test_github_makes_all_that_ci_run_makes():
   on_a_push = [path for path in WORKFLOWS if "push:" in path.read_text()]
-  assert find_make_targets(CI_RUN) <= set().union(
-    *map(find_make_targets, on_a_push)
-  )
+  made = set().union(*map(find_make_targets, on_a_push))
+  assert find_make_targets(CI_RUN) <= made
 
 
 def test_each_question_of_a_reader_is_answered_under_a_heading():

@@ -30,9 +30,7 @@ PAGES = [
 
 # Each page takes seconds. The quick tests run what most people read.
 @pytest.mark.parametrize(
-  "path",
-  mark_slow_params([ROOT / "README.md"], PAGES),
-  ids=relative_name,
+  "path", mark_slow_params([ROOT / "README.md"], PAGES), ids=relative_name
 )
 def test_the_code_on_a_page_runs_from_top_to_bottom(
   path, tmp_path, monkeypatch, capsys
