@@ -176,17 +176,13 @@ def test_a_report_consists_of_plain_data_and_is_shown_in_notebooks():
   assert report._repr_html_() == f"<pre>{html.escape(str(report))}</pre>"
 
 
-def measure(reference, other, groups=None, kind="result"):
-  """Return the errors of arrays, and those that layers are to blame for.
+def measure(reference, other, groups=None):
+  """Return the errors of arrays in half precision, and a function of a mask.
 
-  Args:
-    reference: the arrays in float32.
-    other: the arrays in half precision.
-    groups: the index of the result of each array; by default one result.
-    kind: the kind of the outputs.
+  By default all arrays are of one result; else `groups` has the index of each.
   """
   groups = groups or [0] * len(reference)
-  outputs = [_outputs.Output(kind, str(i), x) for i, x in enumerate(groups)]
+  outputs = [_outputs.Output("result", str(i), x) for i, x in enumerate(groups)]
   arrays = list(map(np.asarray, reference))
   comparison = _output_errors.OutputComparison(outputs, arrays)
   errors = comparison.compute_errors(list(map(np.asarray, other)))

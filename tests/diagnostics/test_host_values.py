@@ -22,12 +22,9 @@ SLOW = {
 
 @pytest.fixture
 def read_sizes(monkeypatch):
-  """Refuse to read arrays on several devices, as with several processes.
+  """The sizes of arrays that are read; those on several devices cannot be.
 
   devices/test_processes.py has real processes.
-
-  Returns:
-    The list of the sizes of the arrays that are read.
   """
   array_type = type(jnp.zeros(()))
   read_array = array_type._value.fget

@@ -81,11 +81,9 @@ def test_outliers_stand_out_by_a_factor_of_four(effects, outliers):
 
 
 def find_increase(excess_by_increase):
-  """Return the suggested increase of the loss scale.
+  """Return the suggested log2 increase of the loss scale.
 
-  Args:
-    excess_by_increase: for some log2 increases of the loss scale, the largest
-      error in units of its limit, which is 64 eps for this array.
+  For some increases, the largest error is given in units of its limit.
   """
   increases = sorted(excess_by_increase)
 
