@@ -15,11 +15,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from optax_lossscale._jaxprs import (
-  _eqns,
-  _higher_order,
-  _primitives,
-)
+from optax_lossscale._jaxprs import _eqns, _higher_order, _primitives
 from optax_lossscale.diagnostics import find_overflow, precision_report
 
 X = np.full((4, 4), 2, np.float16)

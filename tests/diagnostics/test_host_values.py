@@ -50,8 +50,7 @@ def test_a_sharded_array_cannot_be_read_by_one_of_several_processes(read_sizes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "name",
-  mark_slow_params({"sound", "overflow"}, sharded_reports.CASES, SLOW),
+  "name", mark_slow_params({"sound", "overflow"}, sharded_reports.CASES, SLOW)
 )
 def test_reports_read_only_small_arrays(name, read_sizes):
   run_report = sharded_reports.prepare_report(name)

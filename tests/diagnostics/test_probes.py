@@ -155,8 +155,7 @@ def test_counts_add_up_to_the_same(way):
 
 
 @pytest.mark.parametrize(
-  "kind",
-  mark_slow_params([AxisType.Auto], [AxisType.Auto, AxisType.Explicit]),
+  "kind", mark_slow_params([AxisType.Auto], [AxisType.Auto, AxisType.Explicit])
 )
 def test_counts_add_up_under_sharded_jit_by_one_small_all_reduce(kind):
   mesh = sharding.make_mesh((4, 2), ("data", "model"), kind)

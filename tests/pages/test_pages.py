@@ -114,10 +114,7 @@ def test_each_page_with_code_is_among_those_that_run():
 
 
 # The page, and how many steps it defines.
-WITH_STEPS = {
-  "README.md": 1,
-  "docs/how_to/frameworks.md": 6,
-}
+WITH_STEPS = {"README.md": 1, "docs/how_to/frameworks.md": 6}
 
 
 def find_steps(path):
