@@ -221,7 +221,7 @@ def test_the_digits_script_shows_its_progress_a_table_and_a_picture(
   assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_scaled_runs_end_near_float32_and_the_unscaled_one_does_not(
   digits_runs,
 ):
@@ -237,7 +237,7 @@ def test_scaled_runs_end_near_float32_and_the_unscaled_one_does_not(
     assert losses[name] == pytest.approx(expected, rel=rel), name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_policies_move_the_scale_as_the_page_says(digits, digits_runs):
   high = digits_runs["float16, starts too high"]
   start = digits.RUNS["float16, starts too high"][1].init_scale
@@ -255,7 +255,7 @@ def test_the_policies_move_the_scale_as_the_page_says(digits, digits_runs):
   assert limit / 64 <= run.scales[-1] < limit
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_scale_brings_back_the_gradients_that_float16_flushed(
   digits, data, digits_runs
 ):
