@@ -40,16 +40,6 @@ def as_loss(x):
   return jnp.sum(x.astype(jnp.float32))
 
 
-@register_fault("inf", "jit(block)/exp", X, function_name="block")
-def in_jit(x):
-  @jax.jit
-  def block(x):
-    x = x * 2
-    return jnp.exp(x * 5)  # in_jit
-
-  return block(x) + 1
-
-
 @register_fault("inf", "scan[3]/mul", X, function_name="body")
 def in_scan(x):
   def body(x, i):
@@ -94,13 +84,6 @@ def in_remat():
     return jnp.square(x * 200)  # in_remat
 
   return (lambda x: as_loss(block(x))), X
-
-
-@register_fault("inf", "dot_general", W, backward=True)
-@jax.value_and_grad
-def matmul_backward(w):
-  y = X @ w  # matmul_backward
-  return as_loss(y * F16(20000))
 
 
 @register_fault(
