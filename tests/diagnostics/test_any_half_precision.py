@@ -5,7 +5,7 @@ import itertools
 import re
 
 from flax import linen as nn
-from helpers import find_line_number, mark_slow_params, sharding
+from helpers import find_line_number, mark_slow_params, sharding, train_steps
 from helpers.jax_limits import skip_if_jax_cannot
 from helpers.planted_layers import normal
 import jax
@@ -32,18 +32,12 @@ def init_params(*names):
   return {x: normal(SIZE, SIZE, seed=i) for i, x in enumerate(names, 1)}
 
 
-def check(loss_fn, params, *batch, loss_scale=2.0**10):
+def check(loss_fn, params, loss_scale=2.0**10):
   """Return the report on a step that differentiates a loss."""
-  tx = ols.with_loss_scaling(optax.adam(1e-3), loss_scale)
-
-  def train_step(params, opt_state, *batch):
-    grads = ols.grad(loss_fn, opt_state)(params, *batch)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
-
-  return diagnostics.check_step(
-    train_step, params, tx.init(params), *batch, progress=False
+  step, args = train_steps.make_step(
+    loss_fn=loss_fn, policy=loss_scale, params=params, batch=X
   )
+  return diagnostics.check_step(step, *args, progress=False)
 
 
 # Each of these takes weights and an array of the dtype in which it computes.
@@ -217,7 +211,7 @@ def test_an_operation_that_loses_precision_is_named_at_its_line(fun, dtype):
     h = jnp.tanh(fun(params["middle"], h) @ params["last"])
     return jnp.mean((h.astype(jnp.float32) - X) ** 2)
 
-  report = check(loss_fn, params, X, loss_scale=16.0)
+  report = check(loss_fn, params, loss_scale=16.0)
   first = report.problems[0]
   line = find_line_number(fun.__name__, __file__)
   assert f"test_any_half_precision.py:{line}" in first.cause
@@ -264,7 +258,7 @@ def sum_of_many(params, x, shift):
 def test_a_large_error_is_a_problem_even_if_no_layer_is_an_outlier():
   params = init_params(*"abcd")
   loss_fn = functools.partial(sum_of_many, shift=512)
-  report = check(loss_fn, params, X)
+  report = check(loss_fn, params)
   (problem,) = report.problems
   assert re.match(
     r"The gradients are inaccurate in float16: relative error 0\.\d+, largest"
@@ -273,7 +267,7 @@ def test_a_large_error_is_a_problem_even_if_no_layer_is_an_outlier():
     problem.cause,
   )
   assert not any("relative error" in sentence for sentence in report.passed)
-  assert check(functools.partial(sum_of_many, shift=0), params, X).is_sound
+  assert check(functools.partial(sum_of_many, shift=0), params).is_sound
 
 
 @pytest.mark.slow
@@ -287,7 +281,7 @@ def test_a_step_that_amplifies_any_rounding_is_not_blamed_for_its_dtype():
       h = jnp.sin(3 * (h @ w))
     return jnp.mean((h.astype(jnp.float32) - 1) ** 2)
 
-  report = check(loss_fn, params, X, loss_scale=1.0)
+  report = check(loss_fn, params, loss_scale=1.0)
   assert report.is_sound, str(report)
   assert any("amplifies any rounding" in text for text in report.not_checked)
 
@@ -379,7 +373,7 @@ def with_half_params(dtype):
 @pytest.mark.parametrize("make", [with_linen, with_half_params])
 def test_models_that_compute_in_half_precision_are_compared(make, dtype):
   loss_fn, params = make(dtype)
-  report = check(loss_fn, params, X)
+  report = check(loss_fn, params)
   assert report.is_sound, str(report)
   name = jnp.dtype(dtype).name
   assert report.comparison.dtype == name
@@ -408,7 +402,7 @@ def test_a_mixed_precision_model_of_keras_is_compared_with_float32(monkeypatch):
     out, _ = model.stateless_call(trainable, others, x, training=True)
     return jnp.mean((out.astype(jnp.float32) - 1) ** 2)
 
-  report = check(loss_fn, trainable, X)
+  report = check(loss_fn, trainable)
   assert report.is_sound and report.comparison.dtype == "float16"
 
 

@@ -14,7 +14,6 @@ import optax_lossscale as ols
 from optax_lossscale import diagnostics
 
 check_step = functools.partial(diagnostics.check_step, progress=False)
-DYNAMIC = ols.DynamicLossScale(2.0**6)
 
 
 def loss_fn(params, batch, factor=1.0):
@@ -22,23 +21,14 @@ def loss_fn(params, batch, factor=1.0):
   return jnp.mean(jax.nn.softmax(hidden @ params["head"] / factor) ** 2)
 
 
-def make_step(loss):
-  """Return a step, and its arguments."""
-  tx = ols.with_loss_scaling(optax.sgd(0.1), DYNAMIC)
-
-  @jax.jit
-  def step(params, state, batch):
-    grads = ols.grad(loss, state)(params, batch)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  params = {**PARAMS, "head": jnp.eye(4)}
-  return step, (params, tx.init(params), BATCH)
+make_step = functools.partial(
+  train_steps.make_step, params={**PARAMS, "head": jnp.eye(4)}, batch=BATCH
+)
 
 
 @functools.cache
 def check_sound_step():
-  step, args = make_step(ols.autocast(loss_fn))
+  step, args = make_step(loss_fn=ols.autocast(loss_fn))
   return check_step(step, *args)
 
 
@@ -63,7 +53,7 @@ def test_a_sound_step_has_no_problems_and_says_what_was_checked():
 @pytest.mark.slow
 def test_a_layer_that_overflows_is_a_problem_with_its_name_and_its_magnitude():
   loss = functools.partial(loss_fn, factor=1e5)
-  step, args = make_step(ols.autocast(loss))
+  step, args = make_step(loss_fn=ols.autocast(loss))
   check = check_step(step, *args)
   problem = check.problems[0]
   assert problem.cause.startswith("head overflows in the forward pass: max abs")
@@ -107,7 +97,7 @@ def test_with_several_loss_scales_the_one_to_change_is_named():
 
 
 def test_a_float32_model_is_sound_and_says_how_to_use_float16():
-  step, args = make_step(loss_fn)
+  step, args = make_step(loss_fn=loss_fn)
   check = check_step(step, *args)
   assert check.is_sound and check.comparison is None
   (limitation,) = check.not_checked
@@ -124,7 +114,7 @@ def test_an_overflow_of_a_model_in_float16_is_named_without_autocast():
     hidden = x @ params["w"] @ params["head"]
     return jnp.mean(hidden.astype(jnp.float32) ** 2)
 
-  step, (params, *args) = make_step(half_loss)
+  step, (params, *args) = make_step(loss_fn=half_loss)
   check = check_step(step, {**params, "head": 6e4 * jnp.eye(4)}, *args)
   (problem,) = check.problems
   assert "dot_general" in problem.cause and "inf" in problem.cause
@@ -133,7 +123,7 @@ def test_an_overflow_of_a_model_in_float16_is_named_without_autocast():
 
 @pytest.mark.slow
 def test_a_nan_in_the_batch_is_named():
-  step, (params, state, batch) = make_step(ols.autocast(loss_fn))
+  step, (params, state, batch) = make_step(loss_fn=ols.autocast(loss_fn))
   batch = {**batch, "x": batch["x"].at[0, 0].set(jnp.nan)}
   check = check_step(step, params, state, batch)
   assert check.problems[0].cause == "The argument batch['x'] holds nan."

@@ -3,7 +3,7 @@
 import functools
 import json
 
-from helpers import mark_slow_params
+from helpers import mark_slow_params, train_steps
 from helpers.effects import pass_through_host
 import jax
 from jax import lax
@@ -21,16 +21,11 @@ PARAMS = {"w": jax.random.normal(jax.random.key(6), (4, 4))}
 
 
 def make_step(loss_fn, policy="dynamic", inner=None):
-  """Returns a step and its arguments."""
-  tx = ols.with_loss_scaling(inner or optax.sgd(0.1), policy)
-
-  @jax.jit
-  def step(params, state, batch):
-    grads = ols.grad(loss_fn, state)(params, batch)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  return step, PARAMS, tx.init(PARAMS), X
+  """Return a step and its arguments."""
+  step, args = train_steps.make_step(
+    loss_fn=loss_fn, policy=policy, inner=inner, params=PARAMS, batch=X
+  )
+  return step, *args
 
 
 def find_problem(loss_fn, *args, **kwargs):

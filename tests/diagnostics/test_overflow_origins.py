@@ -1,6 +1,5 @@
 """``find_overflow`` names the origins whose inf or NaN reaches the result."""
 
-from flax import linen as nn
 from helpers import mark_slow_params
 import jax
 from jax import lax
@@ -214,13 +213,6 @@ def scan_that_recovers(x):
     return jnp.minimum(x, 10), 1 / x
 
   return lax.scan(body, x, jnp.arange(5))
-
-
-@register_origins(arg=ROWS)
-@jax.jit
-@jax.value_and_grad
-def largest_of_a_window(x):
-  return total(nn.max_pool(x[..., None], (2,)))
 
 
 @register_origins(arg=ROWS)
