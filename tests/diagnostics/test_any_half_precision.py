@@ -95,10 +95,6 @@ def on_devices(w, x):
   )(w, x)
 
 
-def mapped(w, x):
-  return jax.vmap(lambda row: jax.nn.softmax(row @ w))(x)
-
-
 def with_ref(w, x):
   ref = jax.new_ref(x)
   ref[...] = jnp.tanh(ref[...] @ w)
@@ -115,7 +111,7 @@ def inside_autocast(w, x):
 
 
 PROGRAMS = (
-  calls, indices, inside_autocast, loops, mapped, on_devices, pooled,
+  calls, indices, inside_autocast, loops, on_devices, pooled,
   scaled_matmul, while_loop, with_ref,
 )  # fmt: skip
 

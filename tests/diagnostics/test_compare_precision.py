@@ -635,30 +635,19 @@ def test_a_search_names_matmuls_that_overflow_by_their_magnitudes(programs):
   assert row.amax == pytest.approx(jnp.max(jnp.abs(W @ (1e6 * W))), rel=1)
 
 
-@contextlib.contextmanager
-def debug_nans_and_infs():
-  with jax.debug_nans(True), jax.debug_infs(True):
-    yield
-
-
-@contextlib.contextmanager
-def strict_promotion_and_x64():
-  with (
-    jax.enable_x64(True),
-    jax.numpy_dtype_promotion("strict"),
-    jax.numpy_rank_promotion("raise"),
-  ):
-    yield
-
-
 SETTINGS = {
-  "debug_nans and debug_infs": debug_nans_and_infs,
-  "disable_jit": lambda: jax.disable_jit(True),
-  "strict promotion and x64": strict_promotion_and_x64,
+  "debug_nans and debug_infs": {jax.debug_nans: True, jax.debug_infs: True},
+  "disable_jit": {jax.disable_jit: True},
+  "strict promotion and x64": {
+    jax.enable_x64: True,
+    jax.numpy_dtype_promotion: "strict",
+    jax.numpy_rank_promotion: "raise",
+  },
 }
 
 
-@pytest.mark.parametrize("name", mark_slow_params([], SETTINGS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
 def test_settings_of_jax_do_not_change_reports(name):
   def fun(w, x):
     size = lambda i: jnp.where(i == 2, 1e5, 1.0)
@@ -668,7 +657,9 @@ def test_settings_of_jax_do_not_change_reports(name):
   trained = ols.autocast(fun)
   expected = compare_grads(trained, W, X)
   assert expected.overflowing == ("step",)
-  with SETTINGS[name]():
+  with contextlib.ExitStack() as stack:
+    for setting, value in SETTINGS[name].items():
+      stack.enter_context(setting(value))
     report = compare_grads(trained, W, X)
     hit = diagnostics.find_overflow(trained, W, X)
   assert report.overflowing == expected.overflowing

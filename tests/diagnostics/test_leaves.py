@@ -201,29 +201,23 @@ def test_the_worst_of_many_members_is_reported():
     ols.raise_if_stuck(states, max_consecutive_skips=5)
 
 
-class MultiProcessArray:
+class MultiProcessArray(np.ndarray):
   """An array as one process sees it that holds a part or a copy of it."""
 
   is_fully_addressable = False
 
-  def __init__(self, value, *, is_fully_replicated):
-    self.value = np.asarray(value)
-    self.is_fully_replicated = is_fully_replicated
-
-  def __array__(self, *args, **kwargs):
-    assert self.is_fully_replicated
-    return self.value
-
 
 def test_members_of_other_processes_must_be_gathered():
   """devices/test_processes.py has the real arrays."""
-  seen = lambda whole: jax.tree.map(
-    lambda x: MultiProcessArray(x, is_fully_replicated=whole), STUCK
-  )
-  with pytest.raises(ValueError, match=r"sharded over processes.*allgather"):
-    ols.raise_if_stuck(seen(False))
-  with pytest.raises(ols.LossScaleError, match="The last 5 steps"):
-    ols.raise_if_stuck(seen(True), max_consecutive_skips=5)
+  as_seen = lambda x: np.asarray(x).view(MultiProcessArray)
+  state = jax.tree.map(as_seen, STUCK)
+  for is_replicated, error, message in (
+    (False, ValueError, "sharded over processes.*allgather"),
+    (True, ols.LossScaleError, "The last 5 steps"),
+  ):
+    MultiProcessArray.is_fully_replicated = is_replicated
+    with pytest.raises(error, match=message):
+      ols.raise_if_stuck(state, max_consecutive_skips=5)
 
 
 def test_no_error_is_raised_below_the_limit_or_after_a_finite_step():
