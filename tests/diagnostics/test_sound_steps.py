@@ -13,7 +13,6 @@ from optax_lossscale import diagnostics
 # others run at night.
 SLOW = (
   "several_losses.dqn",
-  "accumulation.under_cond_that_updates",
   "devices.data_parallel_with_explicit_axes",
   "devices.replicated_train_state",
   "dtypes.bfloat16_params",
@@ -26,8 +25,8 @@ SLOW = (
   "kept_back.delayed_actor",
   "kept_back.ratio_to_itself",
   "kept_back.rejected_step",
-  "kept_back.sharpness_aware",
   "kept_back.stopped_member",
+  "kept_back.under_cond_that_updates",
   "losses.best_loss_that_starts_at_inf",
   "losses.gradient_penalty",
   "models.causal_mask_of_finfo_min",
@@ -37,6 +36,7 @@ SLOW = (
   "optimizers.partition_with_frozen_layer",
   "optimizers.restarted_moments",
   "optimizers.schedule_free",
+  "optimizers.sharpness_aware",
   "several_losses.gan",
   "several_losses.mean_teacher",
   "transformations.debug_print",
@@ -53,7 +53,7 @@ SLOW = (
 NOT_ALL_IN_FLOAT16 = (
   "dtypes.bfloat16",
   "dtypes.bfloat16_params",
-  "scaling.float32_layer",
+  "dtypes.float32_layer",
   "models.mixture_of_experts",
   "losses.gradient_penalty",
   "losses.physics_informed",
@@ -72,7 +72,6 @@ KEPT_BACK = (
   "kept_back.delayed_params",
   "kept_back.rejected_step",
   "kept_back.schedule_that_begins_later",
-  "kept_back.stopped",
   "kept_back.stopped_member",
 )
 FACTS_BY_STEP = {

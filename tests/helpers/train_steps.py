@@ -17,6 +17,7 @@ import optax
 import optax_lossscale as ols
 
 PARAMS = {"w": np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)}
+TWO_LAYERS = {**PARAMS, "head": np.eye(4, dtype=np.float32)}
 BATCH = np.cos(np.arange(32, dtype=np.float32)).reshape(8, 4)
 POLICY = ols.DynamicLossScale(2.0**6)
 TX = ols.with_loss_scaling(optax.sgd(0.1), POLICY)
@@ -31,6 +32,12 @@ def loss_fn(params, batch):
 def linear_loss_fn(params, batch):
   """Return a loss of few operations, which a report measures in little time."""
   return jnp.mean(batch @ params["w"])
+
+
+def two_layers_loss_fn(params, batch):
+  """Return the loss of ``TWO_LAYERS``, which is not cast."""
+  hidden = jnp.tanh(batch @ params["w"])
+  return jnp.mean((hidden @ params["head"] - 1) ** 2)
 
 
 def half_loss_fn(params, batch):
@@ -96,6 +103,7 @@ def make_step(
   wrap: Callable[[Any], Any] = jax.jit,
   params: Any = None,
   batch: Any = BATCH,
+  extra: tuple[Any, ...] = (),
   update_kwargs: Any = None,
   **kwargs: Any,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -105,7 +113,7 @@ def make_step(
     differentiate: computes the gradients, from the loss as a function of the
       parameters, the parameters, and the state of the optimizer.
     make_result: computes the result from the old parameters and state, the new
-      ones, and whether the gradients are finite.
+      ones, whether the gradients are finite, and `extra`.
     loss_fn: the loss of the parameters and a batch.
     inner: the optimizer in ``with_loss_scaling``; by default SGD.
     policy: the loss scale.
@@ -114,21 +122,27 @@ def make_step(
     wrap: transforms the step.
     params: the parameters.
     batch: the batch.
-    update_kwargs: further arguments of ``update``.
+    extra: further arguments of the step, for `make_result`.
+    update_kwargs: further arguments of ``update``, or a function of the loss,
+      the parameters, the state and the gradients that returns them.
     **kwargs: further arguments of ``with_loss_scaling``.
   """
   inner = inner or optax.sgd(0.1)
   tx = wrap_tx(ols.with_loss_scaling(inner, policy, **kwargs))
   params = PARAMS if params is None else params
 
-  def step(params, opt_state, batch):
+  def step(params, opt_state, batch, *extra):
     old = params, opt_state
-    grads = differentiate(lambda p: loss_fn(p, batch), *old)
-    update = lambda: apply_updates(tx, grads, *old, **(update_kwargs or {}))
+    loss = lambda params: loss_fn(params, batch)
+    grads = differentiate(loss, *old)
+    kwargs = update_kwargs or {}
+    if callable(kwargs):
+      kwargs = kwargs(loss, *old, grads)
+    update = lambda: apply_updates(tx, grads, *old, **kwargs)
     new = guard(update, old, grads)
-    return make_result(old, new, ols.all_finite(grads))
+    return make_result(old, new, ols.all_finite(grads), *extra)
 
-  return wrap(step), (params, tx.init(params), batch)
+  return wrap(step), (params, tx.init(params), batch, *extra)
 
 
 def prepare_step(*args, **kwargs):
@@ -140,12 +154,17 @@ def prepare_result(make_result, **kwargs):
   """Return a function that makes a step with another result.
 
   Args:
-    make_result: computes the result from the old parameters and state, and the
-      new ones.
+    make_result: computes the result from the old parameters and state, the new
+      ones, and `extra`.
     **kwargs: further arguments of ``make_step``.
   """
-  ignore_finite = lambda old, new, finite: make_result(old, new)
+  ignore_finite = lambda old, new, finite, *extra: make_result(old, new, *extra)
   return prepare_step(make_result=ignore_finite, **kwargs)
+
+
+prepare_two_layers = functools.partial(
+  prepare_step, params=TWO_LAYERS, loss_fn=ols.autocast(two_layers_loss_fn)
+)
 
 
 def train(params, opt_state, batch, scale_state=None, tx=TX):

@@ -1,9 +1,10 @@
 """Sound float16 training steps, as users write them.
 
-Each module has the steps of one kind. A function without arguments makes a
-step, and the arguments of a call. The step trains: it returns its parameters
-and its optimizer state, in the order of its first arguments, or updates them
-in place. ``check_step`` must find no problem in any of them.
+Each module has the steps of one kind. A function without arguments, or in the
+dict ``STEPS``, makes a step, and the arguments of a call. The step trains: it
+returns its parameters and its optimizer state, in the order of its first
+arguments, or updates them in place. ``check_step`` must find no problem in any
+of them.
 """
 
 import ast
@@ -21,12 +22,13 @@ import optax
 import optax_lossscale as ols
 
 ROWS, FEATURES, HIDDEN, CLASSES = 8, 8, 16, 4
+TX = ols.with_loss_scaling(optax.adam(1e-2))
 
 
 def normal(*shape, seed=0, scale=1.0):
   """Return random numbers, the same in each process."""
   numbers = np.random.default_rng(seed).normal(size=shape)
-  return jnp.asarray(scale * numbers, jnp.float32)
+  return np.asarray(scale * numbers, np.float32)
 
 
 def dense(fan_in, fan_out, seed=0):
@@ -37,7 +39,7 @@ def dense(fan_in, fan_out, seed=0):
 def integers(high, *shape, seed=0):
   """Return random labels or tokens below a bound."""
   numbers = np.random.default_rng(seed).integers(0, high, size=shape)
-  return jnp.asarray(numbers, jnp.int32)
+  return np.asarray(numbers, np.int32)
 
 
 def make_batch(rows=ROWS):
@@ -45,9 +47,14 @@ def make_batch(rows=ROWS):
   return normal(rows, FEATURES, seed=100), normal(rows, CLASSES, seed=101)
 
 
-def make_labeled_batch(rows=ROWS):
+def make_labeled_batch():
   """Return inputs and the labels of a classification."""
-  return normal(rows, FEATURES, seed=100), integers(CLASSES, rows, seed=101)
+  return normal(ROWS, FEATURES, seed=100), integers(CLASSES, ROWS, seed=101)
+
+
+def make_image_batch():
+  """Return images of one channel and their labels."""
+  return normal(ROWS, 6, 6, 1, seed=1), integers(CLASSES, ROWS)
 
 
 def init_mlp(sizes=(FEATURES, HIDDEN, CLASSES), seed=0):
@@ -55,7 +62,7 @@ def init_mlp(sizes=(FEATURES, HIDDEN, CLASSES), seed=0):
   return {
     f"layer_{i}": {
       "w": dense(*shape, seed=seed + i),
-      "b": jnp.zeros(shape[1], jnp.float32),
+      "b": np.zeros(shape[1], np.float32),
     }
     for i, shape in enumerate(itertools.pairwise(sizes))
   }
@@ -83,45 +90,25 @@ def mse_loss_fn(params, batch):
   return mse(apply_mlp(params, x), y)
 
 
-def cross_entropy_loss_fn(params, batch):
-  x, labels = batch
-  return cross_entropy(apply_mlp(params, x), labels)
-
-
-def train(
-  tx, loss_fn, params, opt_state, *args, cast=ols.autocast, **update_kwargs
-):
+def train(tx, loss_fn, params, opt_state, *args, cast=ols.autocast):
   """Return the new parameters, the new state and the loss."""
   loss, grads = ols.value_and_grad(cast(loss_fn), opt_state)(params, *args)
-  updates, opt_state = tx.update(grads, opt_state, params, **update_kwargs)
+  updates, opt_state = tx.update(grads, opt_state, params)
   return optax.apply_updates(params, updates), opt_state, loss
 
 
-def train_with_aux(tx, loss_fn, params, opt_state, *args):
-  """Return the new parameters, the new state and the auxiliary output."""
-  (_, aux), grads = ols.value_and_grad(
-    ols.autocast(loss_fn), opt_state, has_aux=True
-  )(params, *args)
-  updates, opt_state = tx.update(grads, opt_state, params)
-  return optax.apply_updates(params, updates), opt_state, aux
-
-
-def jit_step(train_step, tx, *args, params=None, batch=None):
-  """Return a step of params, their state, further arguments and a batch."""
-  params = init_mlp() if params is None else params
-  batch = make_batch() if batch is None else batch
-  return jax.jit(train_step), (params, tx.init(params), *args, batch)
-
-
 def make_train_step(
-  tx, loss_fn=mse_loss_fn, params=None, batch=None, cast=ols.autocast
+  loss_fn=mse_loss_fn, params=None, batch=None, *, tx=TX, cast=ols.autocast
 ):
-  """Return the step of the README with an optimizer, and its arguments."""
+  """Return the step of the README with a loss function, and its arguments."""
 
+  @jax.jit
   def train_step(params, opt_state, batch):
     return train(tx, loss_fn, params, opt_state, batch, cast=cast)
 
-  return jit_step(train_step, tx, params=params, batch=batch)
+  params = init_mlp() if params is None else params
+  batch = make_batch() if batch is None else batch
+  return train_step, (params, tx.init(params), batch)
 
 
 def no_cast(loss_fn):
@@ -135,8 +122,6 @@ _MODULES = (
   "with_equinox",
   "with_haiku",
   "with_keras",
-  "scaling",
-  "accumulation",
   "optimizers",
   "several_losses",
   "inner_updates",
@@ -152,12 +137,14 @@ _MODULES = (
 def _find_steps(module):
   """Return the names of a module's steps, without importing its library."""
   path = pathlib.Path(__file__).with_name(f"{module}.py")
-  functions = [
-    node
-    for node in ast.parse(path.read_text()).body
-    if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
-  ]
-  return [f"{module}.{x.name}" for x in functions if not x.args.args]
+  names = []
+  for node in ast.parse(path.read_text()).body:
+    match node:
+      case ast.FunctionDef(name=name, args=ast.arguments(args=[])):
+        names += [] if name.startswith("_") else [name]
+      case ast.Assign(targets=[ast.Name("STEPS")], value=ast.Dict(keys)):
+        names += [key.value for key in keys]
+  return [f"{module}.{name}" for name in names]
 
 
 NAMES = tuple(name for module in _MODULES for name in _find_steps(module))
@@ -165,5 +152,6 @@ NAMES = tuple(name for module in _MODULES for name in _find_steps(module))
 
 def make_step(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
   """Return a training step, and the arguments of a call."""
-  module, function = name.split(".")
-  return getattr(importlib.import_module(f"{__name__}.{module}"), function)()
+  module, key = name.split(".")
+  namespace = vars(importlib.import_module(f"{__name__}.{module}"))
+  return (namespace | namespace.get("STEPS", {}))[key]()

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 import optax
 
 from helpers.devices import require_devices
-from helpers.sharding import infer_state_specs, make_mesh
+from helpers.sharding import infer_state_specs, make_mesh, to_named_shardings
 from helpers.sound_steps import (
   apply_mlp,
   init_mlp,
@@ -18,11 +18,11 @@ from helpers.sound_steps import (
   mse,
   mse_loss_fn,
   train,
+  TX,
 )
 import optax_lossscale as ols
 
 ADAM = optax.adam(1e-2)
-TX = ols.with_loss_scaling(ADAM)
 ON_DEVICES = ols.with_loss_scaling(ADAM, axis_name="data")
 
 
@@ -34,28 +34,20 @@ def data_parallel_with_explicit_axes():
   """The sharding is in the type of each array."""
   mesh = make_mesh((4,), ("data",), AxisType.Explicit)
   params, batch = _put(init_mlp(), mesh), _put(make_batch(), mesh, "data")
-  return make_train_step(TX, params=params, batch=batch)
-
-
-def _shard_hidden(mesh, params):
-  """The hidden layer is split over the axis ``model``."""
-  specs = {
-    "layer_0": {"w": (None, "model"), "b": ("model",)},
-    "layer_1": {"w": ("model", None), "b": (None,)},
-  }
-  return {
-    layer: {k: _put(x, mesh, *specs[layer][k]) for k, x in arrays.items()}
-    for layer, arrays in params.items()
-  }
+  return make_train_step(params=params, batch=batch)
 
 
 def tensor_parallel():
+  """The hidden layer is split over the axis ``model``."""
   mesh = make_mesh((2, 4), ("data", "model"))
-  params = _shard_hidden(mesh, init_mlp())
+  specs = {
+    "layer_0": {"w": P(None, "model"), "b": P("model")},
+    "layer_1": {"w": P("model", None), "b": P()},
+  }
+  params = jax.device_put(init_mlp(), to_named_shardings(mesh, specs))
   tx = ols.with_loss_scaling(ADAM, max_norm=1.0)
-  return make_train_step(
-    tx, params=params, batch=_put(make_batch(), mesh, "data")
-  )
+  batch = _put(make_batch(), mesh, "data")
+  return make_train_step(params=params, batch=batch, tx=tx)
 
 
 def sharded_optimizer_state():

@@ -1,105 +1,91 @@
 """Steps with parameters and arithmetic in other dtypes."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from helpers.sound_steps import (
-  apply_mlp,
-  init_mlp,
-  jit_step,
-  make_batch,
-  make_train_step,
-  mse,
-  no_cast,
+from helpers.train_steps import (
+  BATCH,
+  compute_scaled_grads,
+  half_loss_fn,
+  make_step,
+  PARAMS,
+  prepare_step,
+  prepare_two_layers,
+  two_layers_loss_fn,
 )
 import optax_lossscale as ols
 
 ADAM = optax.adam(1e-2)
 
 
-def half_loss_fn(params, batch, dtype=jnp.float16):
-  """A model in half precision, with a loss in float32."""
-  params, x = optax.tree.cast((params, batch[0]), dtype)
-  return mse(apply_mlp(params, x).astype(jnp.float32), batch[1])
+def _cast_params(params, dtype=jnp.float16):
+  return {name: np.asarray(x, dtype) for name, x in params.items()}
 
 
-def _make_half_step(params, tx=None, loss_fn=half_loss_fn):
-  tx = tx or ols.with_loss_scaling(ADAM)
-  return make_train_step(tx, loss_fn, params, cast=no_cast)
+def _cast_by_hand(params, batch):
+  return half_loss_fn(optax.tree.cast(params, jnp.float16), batch)
 
 
-def casts_by_hand():
-  """Parameters in float32, cast in the loss."""
-  return _make_half_step(init_mlp())
-
-
-def float16_params():
-  """Parameters in float16, and a learning rate that moves them."""
-  return _make_half_step(optax.tree.cast(init_mlp(), jnp.float16))
-
-
-def mixed_params():
-  """Matrices in float16, biases in float32."""
-  return _make_half_step(
-    jax.tree.map(
-      lambda p: p.astype(jnp.float16) if p.ndim > 1 else p, init_mlp()
-    )
-  )
-
-
-def bfloat16_params():
-  return _make_half_step(
-    optax.tree.cast(init_mlp(), jnp.bfloat16),
-    ols.with_loss_scaling(optax.sgd(0.1), ols.FixedLossScale(1.0)),
-    functools.partial(half_loss_fn, dtype=jnp.bfloat16),
-  )
-
-
-def bfloat16():
-  """A fixed scale of 1 only skips."""
-  return make_train_step(
-    ols.with_loss_scaling(ADAM, 1.0),
-    cast=lambda loss_fn: ols.autocast(loss_fn, jnp.bfloat16),
-  )
+def _mixed_loss_fn(params, batch):
+  """The bias is in float32, and the matrix is not."""
+  bias = params["bias"].astype(jnp.float16)
+  hidden = batch.astype(jnp.float16) @ params["w"] + bias
+  return jnp.mean((hidden.astype(jnp.float32) - 1) ** 2)
 
 
 def x64():
   """Float32 parameters and inputs where JAX's default is float64."""
-  x, y = make_batch()
-  mean = jnp.mean(x.astype(jnp.float64), 0)
-  x = (x - mean).astype(jnp.float32)
-  return make_train_step(ols.with_loss_scaling(ADAM), batch=(x, y))
+  mean = jnp.mean(jnp.asarray(BATCH, jnp.float64), 0)
+  return make_step(inner=ADAM, batch=(BATCH - mean).astype(jnp.float32))
 
 
-def float32_master_copies():
-  """Float16 gradients of float16 copies; updates of the copies in float32."""
-  tx = ols.with_loss_scaling(ADAM)
-
-  def train_step(master_params, opt_state, batch):
-    half_params = optax.tree.cast(master_params, jnp.float16)
-    grads = ols.grad(half_loss_fn, opt_state)(half_params, batch)
-    updates, opt_state = tx.update(grads, opt_state, master_params)
-    return optax.apply_updates(master_params, updates), opt_state
-
-  return jit_step(train_step, tx)
+def _compute_half_grads(loss, master_params, opt_state):
+  half_params = optax.tree.cast(master_params, jnp.float16)
+  return ols.grad(loss, opt_state)(half_params)
 
 
 def master_copies_beside_params():
   """Both copies are results; the model reads the float16 ones."""
   tx = ols.with_loss_scaling(ADAM, grads_are_scaled=True)
 
-  @jax.jit
   def train_step(half_params, master_params, opt_state, batch):
-    scaled_loss_fn = lambda p: ols.scale_loss(half_loss_fn(p, batch), opt_state)
-    grads = jax.grad(scaled_loss_fn)(half_params)
+    loss = lambda params: half_loss_fn(params, batch)
+    grads = compute_scaled_grads(loss, half_params, opt_state)
     updates, opt_state = tx.update(grads, opt_state, master_params)
     master_params = optax.apply_updates(master_params, updates)
     half_params = optax.tree.cast(master_params, jnp.float16)
     return half_params, master_params, opt_state
 
-  params = init_mlp()
-  half_params = optax.tree.cast(params, jnp.float16)
-  return train_step, (half_params, params, tx.init(params), make_batch())
+  return train_step, (_cast_params(PARAMS), PARAMS, tx.init(PARAMS), BATCH)
+
+
+STEPS = {
+  "casts_by_hand": prepare_step(loss_fn=_cast_by_hand, inner=ADAM),
+  "float16_params": prepare_step(
+    loss_fn=half_loss_fn, inner=ADAM, params=_cast_params(PARAMS)
+  ),
+  "mixed_params": prepare_step(
+    loss_fn=_mixed_loss_fn,
+    inner=ADAM,
+    params={**_cast_params(PARAMS), "bias": np.zeros(4, np.float32)},
+  ),
+  "bfloat16_params": prepare_step(
+    loss_fn=half_loss_fn,
+    params=_cast_params(PARAMS, jnp.bfloat16),
+    policy=ols.FixedLossScale(1.0),
+  ),
+  # A fixed scale of 1 only skips.
+  "bfloat16": prepare_two_layers(
+    loss_fn=ols.autocast(two_layers_loss_fn, jnp.bfloat16),
+    inner=ADAM,
+    policy=1.0,
+  ),
+  "float32_layer": prepare_two_layers(
+    loss_fn=ols.autocast(two_layers_loss_fn, keep_float32="head")
+  ),
+  # Float16 gradients of float16 copies; updates of the copies in float32.
+  "float32_master_copies": prepare_step(
+    _compute_half_grads, loss_fn=half_loss_fn, inner=ADAM
+  ),
+}

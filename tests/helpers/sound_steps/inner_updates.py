@@ -3,42 +3,39 @@
 import functools
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import optax
 
-from helpers.sound_steps import (
-  apply_mlp,
-  init_mlp,
+from helpers.train_steps import (
+  apply_updates,
+  BATCH,
   jit_step,
-  make_batch,
-  mse,
-  mse_loss_fn,
+  loss_fn,
+  PARAMS,
   train,
+  TX,
 )
 import optax_lossscale as ols
 
-SGD = ols.with_loss_scaling(optax.sgd(0.1))
 ADAM = ols.with_loss_scaling(optax.adam(1e-2))
-PARAMS, BATCH = init_mlp(), make_batch()
-_cast_loss_fn = ols.autocast(mse_loss_fn)
 
 
 def _train_twice(tx, params, opt_state, batch):
   for _ in range(2):
-    params, opt_state, _ = train(tx, mse_loss_fn, params, opt_state, batch)
+    params, opt_state = train(params, opt_state, batch, tx=tx)
   return params, opt_state
 
 
-def _move(tx, params, opt_state, batch):
+def _move(params, opt_state, batch, tx=TX):
   """Return the parameters after an update whose state is dropped."""
-  grads = ols.grad(_cast_loss_fn, opt_state)(params, batch)
-  updates, _ = tx.update(grads, opt_state, params)
-  return optax.apply_updates(params, updates)
+  return train(params, opt_state, batch, tx=tx)[0]
 
 
-def _apply(tx, grads, params, opt_state):
-  updates, opt_state = tx.update(grads, opt_state, params)
-  return optax.apply_updates(params, updates), opt_state
+def _update_from(params, opt_state, batch, ahead, tx=ADAM):
+  """Update parameters by the gradients of others."""
+  grads = ols.grad(loss_fn, opt_state)(ahead, batch)
+  return apply_updates(tx, grads, params, opt_state)
 
 
 def diloco():
@@ -48,62 +45,53 @@ def diloco():
   def train_step(params, inner_state, outer_state, batch):
     new_params, inner_state = _train_twice(ADAM, params, inner_state, batch)
     difference = jax.tree.map(jnp.subtract, params, new_params)
-    params, outer_state = _apply(outer, difference, params, outer_state)
+    params, outer_state = apply_updates(outer, difference, params, outer_state)
     return params, inner_state, outer_state
 
-  return jit_step(train_step, ADAM, outer.init(PARAMS))
+  return jit_step(train_step, outer.init(PARAMS), tx=ADAM)
 
 
 def reptile():
   """The parameters move towards those of a few steps."""
 
   def train_step(params, opt_state, batch):
-    new_params, opt_state = _train_twice(SGD, params, opt_state, batch)
+    new_params, opt_state = _train_twice(TX, params, opt_state, batch)
     return optax.incremental_update(new_params, params, 0.1), opt_state
 
-  return jit_step(train_step, SGD)
-
-
-def extragradient():
-  return _make_extragradient_step(SGD)
-
-
-def extragradient_with_moments():
-  return _make_extragradient_step(ADAM)
+  return jit_step(train_step)
 
 
 def _make_extragradient_step(tx):
   """The gradient is that of parameters ahead."""
 
   def train_step(params, opt_state, batch):
-    ahead = _move(tx, params, opt_state, batch)
-    grads = ols.grad(_cast_loss_fn, opt_state)(ahead, batch)
-    return _apply(tx, grads, params, opt_state)
+    ahead = _move(params, opt_state, batch, tx)
+    return _update_from(params, opt_state, batch, ahead, tx)
 
-  return jit_step(train_step, tx)
+  return jit_step(train_step, tx=tx)
 
 
 def darts():
   """The weights of operations are judged after a virtual step."""
 
-  def loss_fn(weights, params, batch):
-    x, y = batch
-    return mse(jax.nn.sigmoid(weights) * apply_mlp(params, x), y)
+  @ols.autocast
+  def weighted_loss(weights, params, batch):
+    out = jax.nn.sigmoid(weights) * jnp.tanh(batch @ params["w"])
+    return jnp.mean((out - 1) ** 2)
 
   @jax.jit
   def train_step(weights, params, weights_state, opt_state, batch):
-    of_params = lambda params: ols.autocast(loss_fn)(weights, params, batch)
+    of_params = lambda params: weighted_loss(weights, params, batch)
     grads = ols.grad(of_params, opt_state)(params)
-    virtual, _ = _apply(SGD, grads, params, opt_state)
-    weights, weights_state, _ = train(
-      ADAM, loss_fn, weights, weights_state, virtual, batch
-    )
+    virtual, _ = apply_updates(TX, grads, params, opt_state)
+    grads = ols.grad(weighted_loss, weights_state)(weights, virtual, batch)
+    weights, weights_state = apply_updates(ADAM, grads, weights, weights_state)
     grads = ols.grad(of_params, opt_state)(params)
-    params, opt_state = _apply(SGD, grads, params, opt_state)
+    params, opt_state = apply_updates(TX, grads, params, opt_state)
     return weights, params, weights_state, opt_state
 
-  weights = jnp.zeros(BATCH[1].shape[1])
-  states = ADAM.init(weights), SGD.init(PARAMS)
+  weights = jnp.zeros(4)
+  states = ADAM.init(weights), TX.init(PARAMS)
   return train_step, (weights, PARAMS, *states, BATCH)
 
 
@@ -111,61 +99,66 @@ def maml():
   """The loss is that after an inner update, which is differentiated."""
 
   def train_step(params, opt_state, inner_state, batch):
-    loss_fn = lambda p: _cast_loss_fn(_move(SGD, p, inner_state, batch), batch)
-    grads = ols.grad(loss_fn, opt_state)(params)
-    return *_apply(ADAM, grads, params, opt_state), inner_state
+    moved_loss = lambda p: loss_fn(_move(p, inner_state, batch), batch)
+    grads = ols.grad(moved_loss, opt_state)(params)
+    return *apply_updates(ADAM, grads, params, opt_state), inner_state
 
-  return jit_step(train_step, ADAM, SGD.init(PARAMS))
+  return jit_step(train_step, TX.init(PARAMS), tx=ADAM)
 
 
 def first_order_maml():
-  @jax.jit
   def train_step(params, opt_state, inner_state, batch):
-    ahead = _move(SGD, params, inner_state, batch)
-    grads = ols.grad(_cast_loss_fn, opt_state)(ahead, batch)
-    return *_apply(ADAM, grads, params, opt_state), inner_state
+    ahead = _move(params, inner_state, batch)
+    return *_update_from(params, opt_state, batch, ahead), inner_state
 
-  return train_step, (PARAMS, ADAM.init(PARAMS), SGD.init(PARAMS), BATCH)
+  return jit_step(train_step, TX.init(PARAMS), tx=ADAM)
 
 
 def federated_averaging():
   """Each client starts from the same parameters and the same state."""
 
-  def train_step(params, opt_state, batches):
+  def train_step(params, opt_state, batch):
     client = functools.partial(_train_twice, ADAM, params, opt_state)
-    all_params, states = jax.vmap(client)(batches)
+    all_params, states = jax.vmap(client)(jnp.stack([batch, -batch]))
     mean = jax.tree.map(lambda x: jnp.mean(x, 0), all_params)
     return mean, jax.tree.map(lambda x: x[0], states)
 
-  batches = jax.tree.map(lambda x: jnp.stack([x, x]), BATCH)
-  return jit_step(train_step, ADAM, batch=batches)
+  return jit_step(train_step, tx=ADAM)
 
 
 def variance_reduced():
   """A gradient is corrected by that of a snapshot, as in SVRG."""
 
   def train_step(params, opt_state, snapshot, snapshot_grads, batch):
-    grad_fn = ols.grad(_cast_loss_fn, opt_state)
+    grad_fn = ols.grad(loss_fn, opt_state)
     grads = jax.tree.map(
       lambda new, old, mean: new - old + mean,
       grad_fn(params, batch),
       grad_fn(snapshot, batch),
       snapshot_grads,
     )
-    return _apply(ADAM, grads, params, opt_state), snapshot, snapshot_grads
+    new = apply_updates(ADAM, grads, params, opt_state)
+    return *new, snapshot, snapshot_grads
 
-  snapshot = init_mlp(seed=7)
   zeros = jax.tree.map(jnp.zeros_like, PARAMS)
-  return jit_step(train_step, ADAM, snapshot, zeros)
+  return jit_step(train_step, {"w": PARAMS["w"].T}, zeros, tx=ADAM)
 
 
 def retry_in_a_branch():
   """A skipped step is repeated with the lower loss scale."""
 
   def train_step(params, opt_state, batch):
-    first = train(ADAM, mse_loss_fn, params, opt_state, batch)
+    first = train(params, opt_state, batch)
     is_applied = ols.get_loss_scale_state(first[1]).last_finite
-    again = lambda: train(ADAM, mse_loss_fn, params, first[1], batch)
-    return jax.lax.cond(is_applied, lambda: first, again)
+    again = lambda: train(params, first[1], batch)
+    return lax.cond(is_applied, lambda: first, again)
 
-  return jit_step(train_step, ADAM)
+  return jit_step(train_step)
+
+
+STEPS = {
+  "extragradient": functools.partial(_make_extragradient_step, TX),
+  "extragradient_with_moments": functools.partial(
+    _make_extragradient_step, ADAM
+  ),
+}

@@ -5,26 +5,22 @@ Those of one matmul are in ``helpers.usual_losses``.
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from helpers.sound_steps import (
   apply_mlp,
   CLASSES,
-  cross_entropy_loss_fn,
+  cross_entropy,
   FEATURES,
   HIDDEN,
   init_mlp,
-  jit_step,
   make_labeled_batch,
   make_train_step,
   mse,
   normal,
   ROWS,
-  train,
 )
+from helpers.train_steps import jit_step, loss_fn, train
 import optax_lossscale as ols
-
-TX = ols.with_loss_scaling(optax.adam(1e-2))
 
 
 def vae():
@@ -45,7 +41,7 @@ def vae():
     "decoder": init_mlp((2, HIDDEN, FEATURES), seed=5),
   }
   batch = normal(ROWS, FEATURES, seed=1), jax.random.key(0)
-  return make_train_step(TX, loss_fn, params, batch)
+  return make_train_step(loss_fn, params, batch)
 
 
 def gradient_penalty():
@@ -66,7 +62,7 @@ def gradient_penalty():
     k: {"w": x["w"]} for k, x in init_mlp((FEATURES, HIDDEN, 1)).items()
   }
   batch = normal(ROWS, FEATURES, seed=1), 0.5 + normal(ROWS, FEATURES, seed=2)
-  return make_train_step(TX, loss_fn, params, batch)
+  return make_train_step(loss_fn, params, batch)
 
 
 def physics_informed():
@@ -81,8 +77,9 @@ def physics_informed():
     start = solution(params, jnp.float32(0)) - 1
     return mse(second(params, times), -values) + start**2
 
-  times = jnp.linspace(0, 2, ROWS)
-  return make_train_step(TX, loss_fn, init_mlp((1, HIDDEN, 1)), times)
+  return make_train_step(
+    loss_fn, init_mlp((1, HIDDEN, 1)), jnp.linspace(0, 2, ROWS)
+  )
 
 
 def invalid_actions():
@@ -100,25 +97,26 @@ def invalid_actions():
   x, actions = make_labeled_batch()
   is_allowed = jax.nn.one_hot(actions, CLASSES) + (jnp.arange(CLASSES) < 2) > 0
   batch = x, actions, normal(ROWS, seed=3), is_allowed
-  return make_train_step(TX, loss_fn, batch=batch)
+  return make_train_step(loss_fn, batch=batch)
 
 
 def small_gradients():
   """Without a loss scale, most of them underflow."""
-  loss_fn = lambda params, batch: 1e-5 * cross_entropy_loss_fn(params, batch)
-  return make_train_step(TX, loss_fn, batch=make_labeled_batch())
+
+  def loss_fn(params, batch):
+    return 1e-5 * cross_entropy(apply_mlp(params, batch[0]), batch[1])
+
+  return make_train_step(loss_fn, batch=make_labeled_batch())
 
 
 def best_loss_that_starts_at_inf():
   """The best loss so far is inf before the first step."""
 
   def train_step(params, opt_state, best_loss, batch):
-    params, opt_state, loss = train(
-      TX, cross_entropy_loss_fn, params, opt_state, batch
-    )
+    loss = loss_fn(params, batch)
+    params, opt_state = train(params, opt_state, batch)
     new_best_loss = jnp.minimum(loss, best_loss)
     best_loss = ols.select_if_finite(opt_state, new_best_loss, best_loss)
     return params, opt_state, best_loss, loss
 
-  batch = make_labeled_batch()
-  return jit_step(train_step, TX, jnp.float32(jnp.inf), batch=batch)
+  return jit_step(train_step, jnp.float32(jnp.inf))

@@ -2,231 +2,173 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from optax import contrib
 
-from helpers.sound_steps import (
-  init_mlp,
-  jit_step,
-  make_batch,
-  make_train_step,
-  mse_loss_fn,
-  train,
+from helpers.train_steps import (
+  BATCH,
+  compute_grads,
+  loss_fn,
+  make_step,
+  PARAMS,
+  prepare_result,
+  prepare_step,
+  prepare_two_layers,
 )
 import optax_lossscale as ols
 
 ADAM = optax.adam(1e-2)
+NOISE = optax.add_noise(0.01, 0.55, 0)  # The state has a random key.
+# Half of Adam's state is stored in bfloat16.
+BFLOAT16_MOMENTS = optax.adamw(1e-2, mu_dtype=jnp.bfloat16)
+PLATEAU = contrib.reduce_on_plateau(patience=2, accumulation_size=2)
+ASCENT = optax.chain(contrib.normalize(), optax.sgd(0.05))
+SEARCH = optax.scale_by_backtracking_linesearch(max_backtracking_steps=5)
+SCHEDULE = optax.warmup_cosine_decay_schedule(1e-3, 1e-2, 10, 100)
+ADAMW = optax.adamw(SCHEDULE, weight_decay=0.1, mask={"w": True, "head": False})
+PRIVATE = contrib.differentially_private_aggregate(1.0, 0.1, 0)
+# A condition of the user's own, inside of the wrapper.
+SMALL_NORMS_ONLY = optax.transforms.conditionally_mask(
+  optax.adamw(1e-2),
+  lambda step, *, is_wanted, **_: is_wanted,
+  forward_extra_args=True,
+)
+LAYER_CLIP = optax.masked(
+  optax.clip_by_block_rms(0.01), {"w": True, "head": False}
+)
+# Statistics of all steps, skipped ones as well.
+MONITOR = optax.monitor(
+  {"grad_norm": lambda updates, **_: optax.tree.norm(updates)}
+)
 
 
-def _make_inner_step(inner):
-  """Return the step of the README with an inner optimizer."""
-  return make_train_step(ols.with_loss_scaling(inner))
+def _prepare_inner(*transformations):
+  return prepare_step(inner=optax.chain(*transformations))
 
 
-def adamw_with_decay_mask():
-  """Clipping, a schedule, and no decay of biases."""
-  schedule = optax.warmup_cosine_decay_schedule(1e-3, 1e-2, 10, 100)
-  is_matrix = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
-  adamw = optax.adamw(schedule, weight_decay=0.1, mask=is_matrix)
-  return _make_inner_step(optax.chain(optax.clip_by_global_norm(1.0), adamw))
-
-
-def partition_with_frozen_layer():
-  return _make_inner_step(
-    optax.partition(
-      {"trained": ADAM, "frozen": optax.set_to_zero()},
-      {"layer_0": "frozen", "layer_1": "trained"},
-    )
-  )
-
-
-def masked_clipping():
-  """Only the first layer is clipped."""
-  clip = optax.clip_by_block_rms(0.01)
-  masked = optax.masked(clip, {"layer_0": True, "layer_1": False})
-  return _make_inner_step(optax.chain(masked, ADAM))
-
-
-def schedule_free():
-  return _make_inner_step(contrib.schedule_free_adamw(1e-2))
-
-
-def adafactor():
-  return _make_inner_step(optax.adafactor(1e-2, min_dim_size_to_factor=4))
-
-
-def lion():
-  return _make_inner_step(optax.lion(3e-3))
-
-
-def muon():
-  """Newton-Schulz iterations are matmuls in float32."""
-  return _make_inner_step(contrib.muon(1e-2))
-
-
-def noisy_gradients():
-  """Noise with its own random key in the state of the optimizer."""
-  noise = optax.add_noise(0.01, 0.55, 0)
-  return _make_inner_step(optax.chain(noise, optax.sgd(0.1)))
-
-
-def prodigy():
-  """The optimizer estimates its learning rate."""
-  return _make_inner_step(contrib.prodigy())
-
-
-def adaptive_clipping_by_layer():
-  clip = optax.adaptive_grad_clip(0.1)
-  return _make_inner_step(optax.chain(clip, optax.lamb(1e-2)))
-
-
-def half_precision_moments():
-  """The first moment is stored in bfloat16."""
-  return _make_inner_step(optax.adamw(1e-2, mu_dtype=jnp.bfloat16))
-
-
-def flattened():
-  """The optimizer sees one vector."""
-  return _make_inner_step(optax.flatten(ADAM))
-
-
-def _make_extra_args_step(inner, get_extra_args):
+def _prepare_extra_args(make_extra_args, *transformations):
   """The optimizer receives more than the gradients."""
-  tx = ols.with_loss_scaling(inner)
-  loss_fn = ols.autocast(mse_loss_fn)
-
-  def train_step(params, opt_state, batch):
-    loss, grads = ols.value_and_grad(loss_fn, opt_state)(params, batch)
-    extra_args = get_extra_args(loss, grads, loss_fn, opt_state, batch)
-    updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
-    return optax.apply_updates(params, updates), opt_state, loss
-
-  return jit_step(train_step, tx)
+  inner = optax.chain(*transformations)
+  return prepare_step(inner=inner, update_kwargs=make_extra_args)
 
 
-def _get_value(loss, *_):
-  return {"value": loss}
+def _pass_value(loss, params, opt_state, grads):
+  return {"value": loss(params)}
 
 
-def reduce_on_plateau():
-  plateau = contrib.reduce_on_plateau(patience=2, accumulation_size=2)
-  return _make_extra_args_step(optax.chain(ADAM, plateau), _get_value)
+def _pass_search_args(loss, params, opt_state, grads):
+  return {"value": loss(params), "grad": grads, "value_fn": loss}
 
 
-def polyak_sgd():
-  return _make_extra_args_step(
-    optax.polyak_sgd(max_learning_rate=0.1), _get_value
-  )
+def _pass_grad_fn(loss, params, opt_state, grads):
+  return {"grad_fn": lambda params, _: compute_grads(loss, params, opt_state)}
 
 
-def _get_search_args(loss, grads, loss_fn, opt_state, batch):
-  value_fn = lambda params: loss_fn(params, batch)
-  return {"value": loss, "grad": grads, "value_fn": value_fn}
+def _pass_condition(loss, params, opt_state, grads):
+  return {"is_wanted": optax.tree.norm(grads) < 10}
 
 
-def backtracking_line_search():
-  search = optax.scale_by_backtracking_linesearch(max_backtracking_steps=5)
-  return _make_extra_args_step(
-    optax.chain(optax.sgd(1.0), search), _get_search_args
-  )
+def _pass_finite_loss(loss, params, opt_state, grads):
+  return {"grads_finite": jnp.isfinite(loss(params))}
 
 
-def lbfgs():
-  search = optax.scale_by_backtracking_linesearch(5)
-  return _make_extra_args_step(
-    optax.lbfgs(memory_size=2, linesearch=search), _get_search_args
-  )
+def _compute_grads_of_examples(loss, params, opt_state):
+  grad_fn = ols.grad(loss_fn, opt_state)
+  return jax.vmap(grad_fn, (None, 0))(params, BATCH[:, None])
 
 
-def sam_inside():
-  """Sharpness-aware minimization by Optax, with opaque gradients."""
-  ascent = optax.chain(contrib.normalize(), optax.sgd(0.05))
-  return _make_extra_args_step(
-    contrib.sam(ADAM, ascent, opaque_mode=True),
-    lambda loss, grads, loss_fn, opt_state, batch: {
-      "grad_fn": lambda p, _: ols.grad(loss_fn, opt_state)(p, batch)
-    },
-  )
+def _add_learning_rate(old, new):
+  return *new, new[1].inner_state.hyperparams["learning_rate"]
 
 
-def _make_custom_step(inner, extend, *args):
-  """Return a step that does more with the result, and has more arguments."""
-  tx = ols.with_loss_scaling(inner)
-
-  @jax.jit
-  def train_step(params, opt_state, batch, *args):
-    new = train(tx, mse_loss_fn, params, opt_state, batch)
-    return extend(tx, new, *args)
-
-  params = init_mlp()
-  return train_step, (params, tx.init(params), make_batch(), *args)
-
-
-def inject_hyperparams():
-  """The learning rate is a part of the state, and is logged."""
-
-  def extend(tx, new):
-    params, opt_state, loss = new
-    hyperparams = opt_state.inner_state.hyperparams
-    metrics = {"loss": loss, "learning_rate": hyperparams["learning_rate"]}
-    return params, opt_state, metrics
-
-  schedule = optax.linear_schedule(1e-2, 1e-3, 100)
-  return _make_custom_step(
-    optax.inject_hyperparams(optax.adam)(schedule), extend
-  )
-
-
-def ema_of_params():
-  """An average of the parameters outside of the optimizer."""
-
-  def extend(tx, new, average):
-    params, opt_state, loss = new
-    new_average = optax.incremental_update(params, average, 0.01)
-    average = ols.select_if_finite(opt_state, new_average, average)
-    return params, opt_state, average, loss
-
-  return _make_custom_step(ADAM, extend, init_mlp())
-
-
-def restarted_moments():
+def _restart_moments(old, new, count):
   """The state of Adam, but not the loss scale, restarts now and then."""
+  inner_state = jax.tree.map(
+    lambda fresh, x: jnp.where(count % 10 == 9, fresh, x),
+    ADAM.init(new[0]),
+    new[1].inner_state,
+  )
+  return new[0], new[1]._replace(inner_state=inner_state), count + 1
 
-  def extend(tx, new, count):
-    params, opt_state, loss = new
-    inner_state = jax.tree.map(
-      lambda new, old: jnp.where(count % 10 == 9, new, old),
-      tx.init(params).inner_state,
-      opt_state.inner_state,
+
+def _add_average(old, new, average):
+  """An average of the parameters outside of the optimizer."""
+  new_average = optax.incremental_update(new[0], average, 0.01)
+  return *new, ols.select_if_finite(new[1], new_average, average)
+
+
+def _add_metrics(old, new):
+  """Metrics of the loss scale, and NaN as the loss of a skipped step."""
+  loss = loss_fn(old[0], BATCH)
+  loss = ols.select_if_finite(new[1], loss, jnp.full_like(loss, jnp.nan))
+  return *new, ols.loss_scale_metrics(new[1], policy="dynamic"), loss
+
+
+STEPS = {
+  "adamw_with_decay_mask": prepare_two_layers(
+    inner=optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
+  ),
+  "partition_with_frozen_layer": prepare_two_layers(
+    inner=optax.partition(
+      {"trained": ADAM, "frozen": optax.set_to_zero()},
+      {"w": "frozen", "head": "trained"},
     )
-    opt_state = opt_state._replace(inner_state=inner_state)
-    return params, opt_state, count + 1, loss
+  ),
+  "masked_clipping": prepare_two_layers(inner=optax.chain(LAYER_CLIP, ADAM)),
+  "schedule_free": _prepare_inner(contrib.schedule_free_adamw(1e-2)),
+  "adafactor": _prepare_inner(optax.adafactor(1e-2, min_dim_size_to_factor=4)),
+  "lion": _prepare_inner(optax.lion(3e-3)),
+  "muon": _prepare_inner(contrib.muon(1e-2)),  # Its matmuls are in float32.
+  "noisy_gradients": _prepare_inner(NOISE, optax.sgd(0.1)),
+  "prodigy": _prepare_inner(contrib.prodigy()),
+  "adaptive_clipping_by_layer": _prepare_inner(
+    optax.adaptive_grad_clip(0.1), optax.lamb(1e-2)
+  ),
+  "half_precision_moments": _prepare_inner(BFLOAT16_MOMENTS),
+  "flattened": prepare_two_layers(inner=optax.flatten(ADAM)),
+  # Their states have copies of parameters.
+  "sharpness_aware": _prepare_inner(contrib.sam(optax.sgd(0.1), ASCENT)),
+  "distance_over_gradients": _prepare_inner(contrib.dog(1.0)),
+  "distance_over_weighted_gradients": _prepare_inner(contrib.dowg()),
+  "monitored": prepare_step(wrap_tx=lambda tx: optax.chain(MONITOR, tx)),
+  "reduce_on_plateau": _prepare_extra_args(_pass_value, ADAM, PLATEAU),
+  "polyak_sgd": _prepare_extra_args(_pass_value, optax.polyak_sgd(0.1)),
+  "backtracking_line_search": _prepare_extra_args(
+    _pass_search_args, optax.sgd(1.0), SEARCH
+  ),
+  "lbfgs": _prepare_extra_args(
+    _pass_search_args, optax.lbfgs(memory_size=2, linesearch=SEARCH)
+  ),
+  "sam_inside": _prepare_extra_args(
+    _pass_grad_fn, contrib.sam(ADAM, ASCENT, opaque_mode=True)
+  ),
+  "skipping_large_norms": _prepare_extra_args(
+    _pass_condition, SMALL_NORMS_ONLY
+  ),
+  # A step whose loss is not finite is skipped, too.
+  "finite_loss_required": _prepare_extra_args(_pass_finite_loss, ADAM),
+  "lookahead": prepare_step(
+    lambda loss, params, state: compute_grads(loss, params.fast, state),
+    inner=optax.lookahead(ADAM, 3, 0.5),
+    params=optax.LookaheadParams.init_synced(PARAMS),
+  ),
+  # Differentially private: the gradient of each example is clipped.
+  "per_example_clipping": prepare_step(
+    _compute_grads_of_examples, inner=optax.chain(PRIVATE, optax.sgd(0.1))
+  ),
+  "inject_hyperparams": prepare_result(
+    _add_learning_rate, inner=optax.inject_hyperparams(optax.adam)(SCHEDULE)
+  ),
+  "restarted_moments": prepare_result(
+    _restart_moments, inner=ADAM, extra=(np.int32(9),)
+  ),
+  "ema_of_params": prepare_result(_add_average, inner=ADAM, extra=(PARAMS,)),
+  "logged": prepare_result(_add_metrics, inner=ADAM),
+}
 
-  return _make_custom_step(ADAM, extend, jnp.int32(9))
 
-
-def lookahead():
-  """Fast and slow parameters, and gradients of the fast ones."""
-  tx = ols.with_loss_scaling(optax.lookahead(ADAM, 3, 0.5))
-
-  def train_step(params, opt_state, batch):
-    grads = ols.grad(ols.autocast(mse_loss_fn), opt_state)(params.fast, batch)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
-
-  params = optax.LookaheadParams.init_synced(init_mlp())
-  return jit_step(train_step, tx, params=params)
-
-
-def per_example_clipping():
-  """Differentially private: the gradient of each example is clipped."""
-  aggregate = contrib.differentially_private_aggregate(1.0, 0.1, 0)
-  tx = ols.with_loss_scaling(optax.chain(aggregate, optax.sgd(0.1)))
-
-  def train_step(params, opt_state, batch):
-    grad_fn = ols.grad(ols.autocast(mse_loss_fn), opt_state)
-    grads = jax.vmap(grad_fn, (None, 0))(params, batch)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
-
-  return jit_step(train_step, tx)
+def multi_steps_inside_at_the_last_micro_batch():
+  inner = optax.MultiSteps(optax.adamw(1e-2), 2)
+  step, (params, opt_state, batch) = make_step(inner=inner)
+  return step, (*step(params, opt_state, batch), batch)

@@ -12,11 +12,10 @@ from helpers.sound_steps import (
   cross_entropy,
   FEATURES,
   HIDDEN,
-  integers,
   make_batch,
+  make_image_batch,
+  make_train_step,
   mse,
-  normal,
-  train,
 )
 import optax_lossscale as ols
 
@@ -60,13 +59,10 @@ def _with_loss(loss_fn):
 def partition_and_combine():
   """Arrays under ``jax.jit``; functions of the model in the closure."""
   params, static = eqx.partition(_make_mlp(), eqx.is_inexact_array)
-
-  @jax.jit
-  def train_step(params, opt_state, batch):
-    loss_fn = lambda params: mse_loss_fn(eqx.combine(params, static), batch)
-    return train(TX, loss_fn, params, opt_state)
-
-  return train_step, (params, TX.init(params), make_batch())
+  loss_fn = lambda params, batch: mse_loss_fn(
+    eqx.combine(params, static), batch
+  )
+  return make_train_step(loss_fn, params)
 
 
 def frozen_backbone():
@@ -129,7 +125,7 @@ def batch_norm():
   def loss_fn(model, model_state, images, labels):
     logits, new_state = jax.vmap(
       model, axis_name="batch", in_axes=(0, None), out_axes=(0, None)
-    )(images, model_state)
+    )(images.reshape(8, 1, 6, 6), model_state)
     return cross_entropy(logits, labels), new_state
 
   @eqx.filter_jit
@@ -140,6 +136,6 @@ def batch_norm():
     new_state = ols.select_if_finite(opt_state, new_state, model_state)
     return model, new_state, opt_state
 
-  images, labels = normal(8, 1, 6, 6, seed=1), integers(CLASSES, 8)
+  images, labels = make_image_batch()
   opt_state = _init_optimizer(model)
   return train_step, (model, model_state, opt_state, images, labels)

@@ -15,15 +15,17 @@ from helpers.sound_steps import (
 import optax_lossscale as ols
 
 
-def mlp():
-  net = hk.without_apply_rng(
-    hk.transform(lambda x: hk.nets.MLP([HIDDEN, CLASSES])(x))
-  )
+def _make_step(apply, batch, inner):
+  net = hk.without_apply_rng(hk.transform(apply))
   loss_fn = lambda params, batch: mse(net.apply(params, batch[0]), batch[1])
-  x, y = make_batch()
-  params = jax.jit(net.init)(jax.random.key(0), x)
-  tx = ols.with_loss_scaling(optax.adam(1e-2))
-  return make_train_step(tx, loss_fn, params, (x, y))
+  params = jax.jit(net.init)(jax.random.key(0), batch[0])
+  tx = ols.with_loss_scaling(inner)
+  return make_train_step(loss_fn, params, batch, tx=tx)
+
+
+def mlp():
+  apply = lambda x: hk.nets.MLP([HIDDEN, CLASSES])(x)
+  return _make_step(apply, make_batch(), optax.adam(1e-2))
 
 
 def lstm():
@@ -35,9 +37,6 @@ def lstm():
     x, _ = hk.dynamic_unroll(core, x, state, time_major=False)
     return hk.BatchApply(hk.Linear(CLASSES))(x)
 
-  net = hk.without_apply_rng(hk.transform(apply))
-  loss_fn = lambda params, batch: mse(net.apply(params, batch[0]), batch[1])
   batch = normal(4, 6, 8, seed=1), normal(4, 6, CLASSES, seed=2)
-  params = jax.jit(net.init)(jax.random.key(0), batch[0])
   inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
-  return make_train_step(ols.with_loss_scaling(inner), loss_fn, params, batch)
+  return _make_step(apply, batch, inner)

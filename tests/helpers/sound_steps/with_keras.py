@@ -20,7 +20,9 @@ from helpers.sound_steps import (
 import optax_lossscale as ols
 
 
-def _make_step(model, loss_of_outputs, batch):
+def _make_step(make_layers, loss_of_outputs, batch):
+  keras.utils.set_random_seed(0)
+  model = keras.Sequential(make_layers(keras.layers))
   tx = ols.with_loss_scaling(optax.adamw(1e-2))
 
   def loss_fn(params, others, batch):
@@ -42,33 +44,26 @@ def _make_step(model, loss_of_outputs, batch):
 
 
 def batch_norm_and_dropout():
-  keras.utils.set_random_seed(0)
-  layers = keras.layers
-  model = keras.Sequential(
-    [
-      layers.Input((FEATURES,)),
-      layers.Dense(HIDDEN),
-      layers.BatchNormalization(),
-      layers.Activation("gelu"),
-      layers.Dropout(0.2),
-      layers.Dense(CLASSES),
-    ]
-  )
-  return _make_step(model, mse, make_batch())
+  make_layers = lambda layers: [
+    layers.Input((FEATURES,)),
+    layers.Dense(HIDDEN),
+    layers.BatchNormalization(),
+    layers.Activation("gelu"),
+    layers.Dropout(0.2),
+    layers.Dense(CLASSES),
+  ]
+  return _make_step(make_layers, mse, make_batch())
 
 
 def text_classifier():
   """Padding is masked by the layers, and the loss takes probabilities."""
-  keras.utils.set_random_seed(0)
-  layers = keras.layers
-  model = keras.Sequential(
-    [
-      layers.Input((6,), dtype="int32"),
-      layers.Embedding(12, FEATURES, mask_zero=True),
-      layers.GlobalAveragePooling1D(),
-      layers.Dense(CLASSES, activation="softmax"),
-    ]
-  )
-  words = integers(12, 8, 6).at[:, 4:].set(0)
+  make_layers = lambda layers: [
+    layers.Input((6,), dtype="int32"),
+    layers.Embedding(12, FEATURES, mask_zero=True),
+    layers.GlobalAveragePooling1D(),
+    layers.Dense(CLASSES, activation="softmax"),
+  ]
+  words = integers(12, 8, 6)
+  words[:, 4:] = 0
   loss_fn = keras.losses.SparseCategoricalCrossentropy()
-  return _make_step(model, loss_fn, (words, jnp.arange(8) % CLASSES))
+  return _make_step(make_layers, loss_fn, (words, jnp.arange(8) % CLASSES))

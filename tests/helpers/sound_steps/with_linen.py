@@ -13,11 +13,10 @@ from helpers.sound_steps import (
   cross_entropy,
   FEATURES,
   HIDDEN,
-  integers,
   make_batch,
+  make_image_batch,
   mse,
   no_cast,
-  normal,
 )
 import optax_lossscale as ols
 
@@ -37,18 +36,26 @@ def _create_state(module, x, tx=None, **kwargs):
   )
 
 
-def _make_regression_step(module, cast=ols.autocast):
+def _make_regression_step(module, cast=ols.autocast, *, uses_key=False):
+  """The random key is folded with the count of steps."""
   x, y = make_batch()
 
   @jax.jit
-  def train_step(state, batch):
+  def train_step(state, batch, key):
+    kwargs = {}
+    if uses_key:
+      rngs = {"dropout": jax.random.fold_in(key, state.step)}
+      kwargs = {"train": True, "rngs": rngs}
+
     def loss_fn(params):
-      return mse(state.apply_fn({"params": params}, batch[0]), batch[1])
+      out = state.apply_fn({"params": params}, batch[0], **kwargs)
+      return mse(out, batch[1])
 
     loss, grads = ols.value_and_grad(cast(loss_fn), state)(state.params)
     return state.apply_gradients(grads=grads), loss
 
-  return train_step, (_create_state(module, x), (x, y))
+  args = _create_state(module, x), (x, y), jax.random.key(1)
+  return train_step, args
 
 
 class BatchNormNet(nn.Module):
@@ -61,7 +68,7 @@ class BatchNormNet(nn.Module):
 
 def batch_stats_and_average():
   """Statistics and an average of the parameters outlive a skipped step."""
-  images, labels = normal(8, 6, 6, 1, seed=1), integers(CLASSES, 8)
+  images, labels = make_image_batch()
 
   @jax.jit
   def train_step(state, images, labels):
@@ -94,26 +101,7 @@ class DropoutNet(nn.Module):
 
 
 def dropout():
-  """The random key is folded with the count of steps."""
-  x, y = make_batch()
-
-  @jax.jit
-  def train_step(state, batch, key):
-    rngs = {"dropout": jax.random.fold_in(key, state.step)}
-
-    def loss_fn(params):
-      variables = {"params": params}
-      out = state.apply_fn(variables, batch[0], train=True, rngs=rngs)
-      return mse(out, batch[1])
-
-    loss, grads = ols.value_and_grad(ols.autocast(loss_fn), state)(state.params)
-    return state.apply_gradients(grads=grads), loss
-
-  return train_step, (
-    _create_state(DropoutNet(), x),
-    (x, y),
-    jax.random.key(1),
-  )
+  return _make_regression_step(DropoutNet(), uses_key=True)
 
 
 class Block(nn.Module):

@@ -10,12 +10,11 @@ from helpers.sound_steps import (
   cross_entropy,
   FEATURES,
   HIDDEN,
-  integers,
-  jit_step,
   make_batch,
+  make_image_batch,
+  make_train_step,
   mse,
   normal,
-  train,
 )
 import optax_lossscale as ols
 
@@ -73,13 +72,10 @@ def split_and_merge():
 def functional_optimizer():
   """A bare Optax optimizer, whose state is an argument."""
   graphdef, params = nnx.split(Mlp(nnx.Rngs(0)))
-  tx = ols.with_loss_scaling(optax.adam(1e-2))
-
-  def train_step(params, opt_state, batch):
-    loss_fn = lambda params: mse_loss_fn(nnx.merge(graphdef, params), batch)
-    return train(tx, loss_fn, params, opt_state)
-
-  return jit_step(train_step, tx, params=params)
+  loss_fn = lambda params, batch: mse_loss_fn(
+    nnx.merge(graphdef, params), batch
+  )
+  return make_train_step(loss_fn, params)
 
 
 class ConvNet(nnx.Module):
@@ -108,8 +104,7 @@ def batch_norm():
     nnx.update(model, ols.select_if_finite(optimizer, new, old))
     return loss
 
-  images = normal(8, 6, 6, 1, seed=1)
-  return train_step, (model, optimizer, images, integers(CLASSES, 8))
+  return train_step, (model, optimizer, *make_image_batch())
 
 
 def dropout():

@@ -23,6 +23,7 @@ from helpers.train_steps import (
   map_grads,
   PARAMS,
   prepare_step,
+  prepare_two_layers,
   TX,
   where,
 )
@@ -30,7 +31,6 @@ import optax_lossscale as ols
 
 _DEFAULT = ols.DynamicLossScale()
 _FIRST_PARAMS = {"w": jnp.eye(4)}
-TWO_LAYERS = {**PARAMS, "head": np.eye(4, dtype=np.float32)}
 
 
 def _add_grads(change, other, *, unscaled=False):
@@ -136,16 +136,6 @@ def _unscaled_head(loss, params, opt_state):
   loss_of = lambda name: lambda x: loss({**params, name: x})
   first = compute_grads(loss_of("w"), params["w"], opt_state)
   return {"w": first, "head": jax.grad(loss_of("head"))(params["head"])}
-
-
-def _two_layers_loss_fn(params, batch):
-  hidden = jnp.tanh(batch @ params["w"])
-  return jnp.mean((hidden @ params["head"] - 1) ** 2)
-
-
-prepare_two_layers = functools.partial(
-  prepare_step, params=TWO_LAYERS, loss_fn=ols.autocast(_two_layers_loss_fn)
-)
 
 
 @jax.custom_vjp

@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from helpers.step_mistakes.gradients import prepare_two_layers
-from helpers.step_mistakes.results import as_train_state
 from helpers.train_steps import (
   apply_updates,
   BATCH,
   half_loss_fn,
   prepare_result,
   prepare_step,
+  prepare_two_layers,
   scan_steps,
   where,
 )
@@ -108,9 +107,6 @@ MISTAKES = {
   },
   ("does not return parameters that depend on the updates", _APPLY): {
     "old parameters": prepare_result(lambda old, new: (old[0], new[1])),
-    "train state with the old parameters": prepare_result(
-      lambda old, new: as_train_state(old[0], new[1])
-    ),
     "old parameters, and the norm of the new ones": prepare_result(
       lambda old, new: (old[0], new[1], optax.tree.norm(new[0]))
     ),
