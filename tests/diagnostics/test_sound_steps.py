@@ -27,10 +27,9 @@ SLOW = (
   "kept_back.rejected_step",
   "kept_back.stopped_member",
   "kept_back.under_cond_that_updates",
-  "losses.best_loss_that_starts_at_inf",
-  "losses.gradient_penalty",
-  "models.causal_mask_of_finfo_min",
+  "models.gradient_penalty",
   "models.rarely_used_rows",
+  "optimizers.best_loss_that_starts_at_inf",
   "optimizers.ema_of_params",
   "optimizers.lookahead",
   "optimizers.partition_with_frozen_layer",
@@ -55,8 +54,8 @@ NOT_ALL_IN_FLOAT16 = (
   "dtypes.bfloat16_params",
   "dtypes.float32_layer",
   "models.mixture_of_experts",
-  "losses.gradient_penalty",
-  "losses.physics_informed",
+  "models.gradient_penalty",
+  "models.physics_informed",
 )
 
 # A sound step may leave these unchecked: facts, without advice.

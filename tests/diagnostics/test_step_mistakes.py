@@ -38,7 +38,14 @@ QUICK = (
 QUICK_LOOKALIKES = "capped scale", "few updates lost", "selected parameters"
 QUICK_UNCHECKED = "gradients as arguments", "updates of zero"
 # Their programs differ most from those of the other losses.
-SLOW_LOSSES = ("ctc", "attention", "solve", "dropout", "zero weight")
+SLOW_LOSSES = (
+  "ctc",
+  "attention",
+  "mask of the lowest number",
+  "solve",
+  "dropout",
+  "zero weight",
+)
 RETURNED = "the new parameters and the new loss-scale state are returned"
 
 

@@ -47,11 +47,6 @@ def make_batch(rows=ROWS):
   return normal(rows, FEATURES, seed=100), normal(rows, CLASSES, seed=101)
 
 
-def make_labeled_batch():
-  """Return inputs and the labels of a classification."""
-  return normal(ROWS, FEATURES, seed=100), integers(CLASSES, ROWS, seed=101)
-
-
 def make_image_batch():
   """Return images of one channel and their labels."""
   return normal(ROWS, 6, 6, 1, seed=1), integers(CLASSES, ROWS)
@@ -126,7 +121,6 @@ _MODULES = (
   "several_losses",
   "inner_updates",
   "kept_back",
-  "losses",
   "models",
   "transformations",
   "devices",

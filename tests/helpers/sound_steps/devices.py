@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 import optax
 
 from helpers.devices import require_devices
-from helpers.sharding import infer_state_specs, make_mesh, to_named_shardings
+from helpers.sharding import make_mesh
 from helpers.sound_steps import (
   apply_mlp,
   init_mlp,
@@ -23,7 +23,6 @@ from helpers.sound_steps import (
 import optax_lossscale as ols
 
 ADAM = optax.adam(1e-2)
-ON_DEVICES = ols.with_loss_scaling(ADAM, axis_name="data")
 
 
 def _put(tree, mesh, *specs):
@@ -35,19 +34,6 @@ def data_parallel_with_explicit_axes():
   mesh = make_mesh((4,), ("data",), AxisType.Explicit)
   params, batch = _put(init_mlp(), mesh), _put(make_batch(), mesh, "data")
   return make_train_step(params=params, batch=batch)
-
-
-def tensor_parallel():
-  """The hidden layer is split over the axis ``model``."""
-  mesh = make_mesh((2, 4), ("data", "model"))
-  specs = {
-    "layer_0": {"w": P(None, "model"), "b": P("model")},
-    "layer_1": {"w": P("model", None), "b": P()},
-  }
-  params = jax.device_put(init_mlp(), to_named_shardings(mesh, specs))
-  tx = ols.with_loss_scaling(ADAM, max_norm=1.0)
-  batch = _put(make_batch(), mesh, "data")
-  return make_train_step(params=params, batch=batch, tx=tx)
 
 
 def sharded_optimizer_state():
@@ -70,44 +56,6 @@ def sharded_optimizer_state():
   return train_step, (params, opt_state, _put(make_batch(), mesh, "data"))
 
 
-def _map_over_devices(train_step, tx=ON_DEVICES, *, specs=None, **kwargs):
-  """Return a step on parts of the batch, and its arguments."""
-  params = init_mlp()
-  opt_state = tx.init(params)
-  trained_specs = P(), P()
-  if specs is not None:
-    trained_specs = specs, infer_state_specs(tx, params, specs)
-  step = jax.jit(
-    jax.shard_map(
-      train_step,
-      mesh=make_mesh((4,), ("data",)),
-      in_specs=(*trained_specs, P("data")),
-      out_specs=(*trained_specs, P()),
-      **kwargs,
-    )
-  )
-  return step, (params, opt_state, make_batch())
-
-
-def fully_sharded():
-  """Rows of the matrices are on different devices, and are gathered."""
-  layer = {"w": P("data"), "b": P()}
-  specs = {"layer_0": layer, "layer_1": layer}
-
-  def loss_fn(params, batch):
-    gather = lambda x, spec: (
-      lax.all_gather(x, "data", tiled=True) if spec else x
-    )
-    loss = mse_loss_fn(jax.tree.map(gather, params, specs), batch)
-    return loss / lax.axis_size("data")  # JAX sums the parts.
-
-  def train_step(*args):
-    params, opt_state, loss = train(ON_DEVICES, loss_fn, *args)
-    return params, opt_state, lax.psum(loss, "data")
-
-  return _map_over_devices(train_step, specs=specs)
-
-
 def half_precision_all_reduce():
   """Scaled float16 gradients are sent, divided before they are summed."""
   tx = ols.with_loss_scaling(ADAM, axis_name="data", grads_are_scaled=True)
@@ -128,13 +76,22 @@ def half_precision_all_reduce():
     params = optax.apply_updates(params, updates)
     return params, opt_state, lax.pmean(loss, "data")
 
-  return _map_over_devices(train_step, tx, check_vma=False)
+  params = init_mlp()
+  step = jax.shard_map(
+    train_step,
+    mesh=make_mesh((4,), ("data",)),
+    in_specs=(P(), P(), P("data")),
+    out_specs=P(),
+    check_vma=False,
+  )
+  return jax.jit(step), (params, tx.init(params), make_batch())
 
 
 def replicated_train_state():
   """A ``TrainState`` for each device, as in Flax's examples for ``pmap``."""
+  tx = ols.with_loss_scaling(ADAM, axis_name="data")
   state = train_state.TrainState.create(
-    apply_fn=apply_mlp, params=init_mlp(), tx=ON_DEVICES
+    apply_fn=apply_mlp, params=init_mlp(), tx=tx
   )
 
   def train_step(state, batch):

@@ -1,4 +1,7 @@
-"""Steps with models whose ops are hard for float16: masks, routing, scans."""
+"""Steps with models of several layers, and with the gradient of a gradient.
+
+Losses of one matmul are in ``helpers.usual_losses``.
+"""
 
 import jax
 from jax import lax
@@ -12,62 +15,18 @@ from helpers.sound_steps import (
   cross_entropy,
   dense,
   FEATURES,
+  HIDDEN,
   init_mlp,
   integers,
   make_train_step,
   mse,
   no_cast,
   normal,
+  ROWS,
 )
 import optax_lossscale as ols
 
 VOCABULARY, LENGTH = 12, 6
-
-
-def _make_transformer_step(mask_scores):
-  """A language model of one attention, with padding of token 0."""
-
-  def loss_fn(params, tokens):
-    inputs, labels = tokens[:, :-1], tokens[:, 1:]
-    x = params["embed"][inputs]
-    query, key, value = jnp.split(x @ params["qkv"], 3, -1)
-    scores = query @ jnp.swapaxes(key, 1, 2) / FEATURES**0.5
-    probs = jax.nn.softmax(mask_scores(scores, inputs))
-    logits = (x + probs @ value) @ params["head"]
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return jnp.mean(losses, where=labels != 0)
-
-  params = {
-    "embed": normal(VOCABULARY, FEATURES),
-    "qkv": dense(FEATURES, 3 * FEATURES, seed=1),
-    "head": dense(FEATURES, VOCABULARY, seed=2),
-  }
-  tokens = 1 + integers(VOCABULARY - 1, 4, LENGTH + 1)
-  tokens[2:, 4:] = 0
-  return make_train_step(loss_fn, params, tokens)
-
-
-def causal_mask_of_finfo_min():
-  """With the keys of padding masked, too."""
-
-  def mask_scores(scores, inputs):
-    causal = jnp.tril(jnp.ones((inputs.shape[1],) * 2, bool))
-    mask = causal & (inputs != 0)[:, None]
-    return jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
-
-  return _make_transformer_step(mask_scores)
-
-
-def fully_masked_rows():
-  """The double where: a row without a key gives zeros instead of NaN."""
-
-  def mask_scores(scores, inputs):
-    mask = jnp.tril(jnp.ones((inputs.shape[1],) * 2, bool), -1)
-    has_key = jnp.any(mask, -1, keepdims=True)
-    scores = jnp.where(mask, scores, -jnp.inf)
-    return jnp.where(has_key, scores, 0)
-
-  return _make_transformer_step(mask_scores)
 
 
 def jax_attention():
@@ -139,3 +98,41 @@ def elementwise_ops():
 
   params = {"scale": np.ones(4, np.float32), "shift": np.zeros(4, np.float32)}
   return make_train_step(loss_fn, params, normal(8, 4), cast=no_cast)
+
+
+def gradient_penalty():
+  """The critic of a WGAN, whose loss contains a gradient."""
+
+  def critic(params, x):
+    hidden = jax.nn.softplus(x @ params["layer_0"]["w"])
+    return jnp.sum(hidden @ params["layer_1"]["w"])
+
+  def loss_fn(params, batch):
+    real, fake = batch
+    slopes = jax.vmap(jax.grad(critic, argnums=1), (None, 0))(params, real)
+    norms = jnp.sqrt(jnp.sum(slopes**2, -1) + 1e-12)
+    distance = critic(params, fake) - critic(params, real)
+    return distance / len(real) + jnp.mean((norms - 1) ** 2)
+
+  params = {
+    k: {"w": x["w"]} for k, x in init_mlp((FEATURES, HIDDEN, 1)).items()
+  }
+  batch = normal(ROWS, FEATURES, seed=1), 0.5 + normal(ROWS, FEATURES, seed=2)
+  return make_train_step(loss_fn, params, batch)
+
+
+def physics_informed():
+  """The residual of a differential equation, with second derivatives."""
+
+  def solution(params, t):
+    return apply_mlp(params, t[None])[0]
+
+  def loss_fn(params, times):
+    second = jax.vmap(jax.grad(jax.grad(solution, 1), 1), (None, 0))
+    values = jax.vmap(solution, (None, 0))(params, times)
+    start = solution(params, jnp.float32(0)) - 1
+    return mse(second(params, times), -values) + start**2
+
+  return make_train_step(
+    loss_fn, init_mlp((1, HIDDEN, 1)), jnp.linspace(0, 2, ROWS)
+  )

@@ -9,6 +9,7 @@ from optax import contrib
 from helpers.train_steps import (
   BATCH,
   compute_grads,
+  half_loss_fn,
   loss_fn,
   make_step,
   PARAMS,
@@ -105,6 +106,13 @@ def _add_metrics(old, new):
   return *new, ols.loss_scale_metrics(new[1], policy="dynamic"), loss
 
 
+def _add_best_loss(old, new, best_loss):
+  """The best loss so far is inf before the first step."""
+  loss = loss_fn(old[0], BATCH)
+  new_best_loss = jnp.minimum(loss, best_loss)
+  return *new, ols.select_if_finite(new[1], new_best_loss, best_loss), loss
+
+
 STEPS = {
   "adamw_with_decay_mask": prepare_two_layers(
     inner=optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
@@ -164,6 +172,15 @@ STEPS = {
     _restart_moments, inner=ADAM, extra=(np.int32(9),)
   ),
   "ema_of_params": prepare_result(_add_average, inner=ADAM, extra=(PARAMS,)),
+  "best_loss_that_starts_at_inf": prepare_result(
+    _add_best_loss, extra=(np.float32(np.inf),)
+  ),
+  # Without a loss scale, most gradients underflow.
+  "small_gradients": prepare_step(
+    loss_fn=ols.autocast(lambda *args: 1e-5 * half_loss_fn(*args)),
+    inner=ADAM,
+    policy=ols.DynamicLossScale(),
+  ),
   "logged": prepare_result(_add_metrics, inner=ADAM),
 }
 

@@ -3,9 +3,10 @@
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from helpers.sound_steps import make_labeled_batch, normal, train
+from helpers.sound_steps import integers, normal, train
 from helpers.train_steps import (
   apply_updates,
   BATCH,
@@ -73,8 +74,8 @@ def dqn():
     value = jnp.take_along_axis(values, action[:, None], 1)[:, 0]
     return jnp.mean(optax.huber_loss(value, lax.stop_gradient(target)))
 
-  _, action = make_labeled_batch()
-  batch = BATCH, action, normal(8, seed=3), BATCH[::-1], jnp.arange(8) == 3
+  is_last = np.arange(8) == 3
+  batch = BATCH, integers(4, 8), normal(8, seed=3), BATCH[::-1], is_last
   return _follow(loss_fn, 0.05, PARAMS, batch)
 
 

@@ -9,31 +9,14 @@ import optax
 
 from helpers import custom_rules
 from helpers.train_steps import (
-  apply_updates,
-  BATCH,
   jit_step,
   loss_fn,
-  PARAMS,
   prepare_result,
   prepare_step,
   prepare_two_layers,
   train,
-  TX,
 )
 import optax_lossscale as ols
-
-
-def state_in_a_dict():
-  """Everything that is trained is one pytree of the user's."""
-
-  @jax.jit
-  def train_step(state, batch):
-    params, opt_state = train(state["params"], state["opt_state"], batch)
-    count = state["count"] + 1
-    return {"params": params, "opt_state": opt_state, "count": count}
-
-  state = {"params": PARAMS, "opt_state": TX.init(PARAMS)}
-  return train_step, ({**state, "count": jnp.int32(0)}, BATCH)
 
 
 def two_updates_per_step():
@@ -45,22 +28,6 @@ def two_updates_per_step():
     return params, opt_state
 
   return jit_step(train_twice)
-
-
-def auxiliary_outputs():
-  """Outputs and metrics come with the loss, and are not scaled."""
-
-  @ols.autocast
-  def loss_fn(params, batch):
-    out = jnp.tanh(batch @ params["w"]) - 1
-    return jnp.mean(out**2), {"out": out, "mae": jnp.mean(jnp.abs(out))}
-
-  def train_step(params, opt_state, batch):
-    value_and_grad = ols.value_and_grad(loss_fn, opt_state, has_aux=True)
-    (loss, aux), grads = value_and_grad(params, batch)
-    return *apply_updates(TX, grads, params, opt_state), loss, aux["mae"]
-
-  return jit_step(train_step)
 
 
 def random_augmentation():
