@@ -1,7 +1,6 @@
 """Mistakes in the loss-scale state that a step returns."""
 
 import functools
-from typing import Any
 
 import equinox as eqx
 from flax import nnx
@@ -9,11 +8,11 @@ from flax.training import train_state
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from helpers.step_mistakes.states import make_epoch, make_gan_step
+from helpers.step_mistakes.states import make_epoch, make_gan_step, POLICIES
 from helpers.train_steps import (
-  apply_updates,
   BATCH,
   loss_fn,
   make_population,
@@ -31,11 +30,6 @@ _IDENTITY = optax.identity()
 
 def as_train_state(params, state):
   return train_state.TrainState(0, None, params, _IDENTITY, state)
-
-
-class _EquinoxState(eqx.Module):
-  params: Any
-  opt_state: Any
 
 
 def _keep_inner_state(old, new):
@@ -113,16 +107,10 @@ def _make_loss_step():
   return step, (PARAMS, TX.init(PARAMS), BATCH)
 
 
-def _make_metrics_step(compute_metrics):
-  """Return a step that returns metrics and updates statistics."""
-
-  @jax.jit
-  def step(params, state, mean, batch):
-    grads = ols.grad(loss_fn, state)(params, batch)
-    new = apply_updates(TX, grads, params, state)
-    return *new, *compute_metrics(mean, batch[0])
-
-  return step, (PARAMS, TX.init(PARAMS), jnp.zeros(4), BATCH)
+def _prepare_infs(shape):
+  """The step returns metrics and updates statistics."""
+  add = lambda old, new, mean: (*new, jnp.full(shape, jnp.inf), mean)
+  return prepare_result(add, extra=(np.zeros(4, np.float32),))
 
 
 def raise_if(find_fault, choose=lambda old, new: new):
@@ -141,9 +129,6 @@ MISTAKES = {
     "old state": prepare_result(lambda old, new: (new[0], old[1])),
     "train state with the old state": prepare_result(
       lambda old, new: as_train_state(new[0], old[1])
-    ),
-    "Equinox module with the old state": prepare_result(
-      lambda old, new: _EquinoxState(new[0], old[1])
     ),
     "old state, and metrics of the new one": prepare_result(
       lambda old, new: (new[0], old[1], ols.loss_scale_metrics(new[1]))
@@ -183,11 +168,10 @@ MISTAKES = {
     "Return the opt_state",
   ): {
     "all put back": _puts_back(),
-    "all put back with headroom": _puts_back(policy="headroom"),
-    "all put back with a fixed scale": _puts_back(policy=64.0),
-    "all put back with hysteresis": _puts_back(
-      policy=ols.DynamicLossScale(2.0**6, hysteresis=3)
-    ),
+    **{
+      f"all put back with {name}": _puts_back(policy=policy)
+      for name, policy in POLICIES.items()
+    },
     "all put back in a population": lambda: make_population(*_puts_back()()),
     "train state put back by cond": prepare_step(
       make_result=lambda old, new, finite: lax.cond(
@@ -220,7 +204,6 @@ MISTAKES = {
 
 LOOKALIKES = {
   "train state": prepare_result(lambda old, new: as_train_state(*new)),
-  "Equinox module": prepare_result(lambda old, new: _EquinoxState(*new)),
   "dict with metrics": prepare_result(
     lambda old, new: {
       "params": new[0],
@@ -239,12 +222,8 @@ LOOKALIKES = {
       {"recall": 0 * jnp.log(-jnp.ones_like(old[0]["w"]))},
     )
   ),
-  "metric that is inf": functools.partial(
-    _make_metrics_step, lambda mean, x: (jnp.float32(jnp.inf), mean)
-  ),
-  "metrics that are inf": functools.partial(
-    _make_metrics_step, lambda mean, x: (jnp.full(5, jnp.inf), mean)
-  ),
+  "metric that is inf": _prepare_infs(()),
+  "metrics that are inf": _prepare_infs((5,)),
   "NNX optimizer in place": functools.partial(_make_nnx_step, puts_back=False),
   "no error after an overflow": raise_if(lambda finite: jnp.array(False)),
 }

@@ -19,12 +19,19 @@ from helpers.train_steps import (
   make_step,
   PARAMS,
   POLICY,
+  prepare_result,
   prepare_step,
   scan_steps,
   train,
   TX,
 )
 import optax_lossscale as ols
+
+POLICIES = {
+  "headroom": "headroom",
+  "a fixed scale": 64.0,
+  "hysteresis": ols.DynamicLossScale(2.0**6, hysteresis=3),
+}
 
 
 def make_gan_step(*, swapped=False, returns_old=False):
@@ -78,17 +85,6 @@ def _make_optimizers_step():
   return step, ([PARAMS] * 2, [TX.init(PARAMS)] * 2, BATCH)
 
 
-def _make_first_state_step(*, grads_use_it=False, update_uses_it=False):
-  """The step closes over the state of the first step."""
-  first = TX.init(PARAMS)
-
-  def step(params, state, batch):
-    grads = ols.grad(loss_fn, first if grads_use_it else state)(params, batch)
-    return apply_updates(TX, grads, params, first if update_uses_it else state)
-
-  return jit_step(step)
-
-
 def _make_new_state_step():
   """Each step initializes the state again."""
   step = lambda params, state, batch: train(params, TX.init(params), batch)
@@ -122,19 +118,15 @@ def _make_average_step(select):
   return step, (PARAMS, zeros, TX.init(PARAMS), BATCH)
 
 
-def _make_statistics_step(*, uses_old_state):
+def _prepare_mean(choose_state):
   """The step selects a running mean by whether it was applied."""
 
-  def step(params, mean, state, batch):
-    params, new_state = train(params, state, batch)
-    mean = ols.select_if_finite(
-      state if uses_old_state else new_state,
-      0.9 * mean + 0.1 * jnp.mean(batch, 0),
-      mean,
-    )
-    return params, mean, new_state
+  def make_result(old, new, mean):
+    state = choose_state(old[1], new[1])
+    new_mean = 0.9 * mean + 0.1 * jnp.mean(BATCH, 0)
+    return *new, ols.select_if_finite(state, new_mean, mean)
 
-  return step, (PARAMS, np.zeros(4, np.float32), TX.init(PARAMS), BATCH)
+  return prepare_result(make_result, extra=(np.zeros(4, np.float32),))
 
 
 def _make_member_step():
@@ -273,8 +265,8 @@ MISTAKES = {
     "one loss for two optimizers": _make_optimizers_step,
   },
   ("that a constant loss scale scaled", "inside of the step"): {
-    "gradients of the first state": functools.partial(
-      _make_first_state_step, grads_use_it=True
+    "gradients of the first state": prepare_step(
+      lambda loss, params, state: compute_grads(loss, params, TX.init(PARAMS))
     )
   },
   ("double if the loss scale halves", "Drop unscale_grads"): {
@@ -287,8 +279,10 @@ MISTAKES = {
     "Call tx.init once, before training",
   ): {
     "new state in each step": _make_new_state_step,
-    "update of the first state": functools.partial(
-      _make_first_state_step, update_uses_it=True
+    "update of the first state": prepare_step(
+      guard=lambda update, old, grads: apply_updates(
+        TX, grads, old[0], TX.init(PARAMS)
+      )
     ),
   },
   ("is NaN, and stays so", "ols.select_if_finite(opt_state, new, old)"): {
@@ -332,8 +326,8 @@ MISTAKES = {
     "first state in a loop": _make_first_state_epoch
   },
   ("is selected by whether the step before", "Pass the new state"): {
-    "mean selected by the old state": functools.partial(
-      _make_statistics_step, uses_old_state=True
+    "mean selected by the old state": _prepare_mean(
+      lambda old_state, new_state: old_state
     )
   },
   ("share one opt_state", "Call tx.init for each"): {
@@ -348,12 +342,8 @@ LOOKALIKES = {
   "scale without a name": _make_own_state_step,
   "state in a Ref": _make_ref_step,
   "state of leaves": functools.partial(_make_leaves_step, compute_grads),
-  "headroom": prepare_step(policy="headroom"),
-  "fixed scale": prepare_step(policy=64.0),
-  "hysteresis": prepare_step(policy=ols.DynamicLossScale(2.0**6, hysteresis=3)),
-  "selected mean": functools.partial(
-    _make_statistics_step, uses_old_state=False
-  ),
+  **{name: prepare_step(policy=policy) for name, policy in POLICIES.items()},
+  "selected mean": _prepare_mean(lambda old_state, new_state: new_state),
   "selected average of gradients": functools.partial(
     _make_average_step, ols.select_if_finite
   ),
