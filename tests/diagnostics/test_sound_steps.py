@@ -37,7 +37,6 @@ SLOW = (
   "optimizers.schedule_free",
   "optimizers.sharpness_aware",
   "several_losses.gan",
-  "several_losses.mean_teacher",
   "transformations.debug_print",
   "transformations.logging_callback",
   "with_equinox.train_state_module",
@@ -55,7 +54,6 @@ NOT_ALL_IN_FLOAT16 = (
   "dtypes.float32_layer",
   "models.mixture_of_experts",
   "models.gradient_penalty",
-  "models.physics_informed",
 )
 
 # A sound step may leave these unchecked: facts, without advice.

@@ -10,7 +10,6 @@ of them.
 import ast
 from collections.abc import Callable
 import importlib
-import itertools
 import pathlib
 from typing import Any
 
@@ -42,33 +41,14 @@ def integers(high, *shape, seed=0):
   return np.asarray(numbers, np.int32)
 
 
-def make_batch(rows=ROWS):
+def make_batch():
   """Return inputs and the targets of a regression."""
-  return normal(rows, FEATURES, seed=100), normal(rows, CLASSES, seed=101)
+  return normal(ROWS, FEATURES, seed=100), normal(ROWS, CLASSES, seed=101)
 
 
 def make_image_batch():
   """Return images of one channel and their labels."""
   return normal(ROWS, 6, 6, 1, seed=1), integers(CLASSES, ROWS)
-
-
-def init_mlp(sizes=(FEATURES, HIDDEN, CLASSES), seed=0):
-  """Return the parameters of dense layers."""
-  return {
-    f"layer_{i}": {
-      "w": dense(*shape, seed=seed + i),
-      "b": np.zeros(shape[1], np.float32),
-    }
-    for i, shape in enumerate(itertools.pairwise(sizes))
-  }
-
-
-def apply_mlp(params, x):
-  """Apply dense layers with a tanh between them."""
-  for i in range(len(params)):
-    x = jnp.tanh(x) if i else x
-    x = x @ params[f"layer_{i}"]["w"] + params[f"layer_{i}"]["b"]
-  return x
 
 
 def mse(predicted, targets):
@@ -80,11 +60,6 @@ def cross_entropy(logits, labels):
   return jnp.mean(losses(logits, labels))
 
 
-def mse_loss_fn(params, batch):
-  x, y = batch
-  return mse(apply_mlp(params, x), y)
-
-
 def train(tx, loss_fn, params, opt_state, *args, cast=ols.autocast):
   """Return the new parameters, the new state and the loss."""
   loss, grads = ols.value_and_grad(cast(loss_fn), opt_state)(params, *args)
@@ -92,17 +67,13 @@ def train(tx, loss_fn, params, opt_state, *args, cast=ols.autocast):
   return optax.apply_updates(params, updates), opt_state, loss
 
 
-def make_train_step(
-  loss_fn=mse_loss_fn, params=None, batch=None, *, tx=TX, cast=ols.autocast
-):
+def make_train_step(loss_fn, params, batch, *, tx=TX, cast=ols.autocast):
   """Return the step of the README with a loss function, and its arguments."""
 
   @jax.jit
   def train_step(params, opt_state, batch):
     return train(tx, loss_fn, params, opt_state, batch, cast=cast)
 
-  params = init_mlp() if params is None else params
-  batch = make_batch() if batch is None else batch
   return train_step, (params, tx.init(params), batch)
 
 

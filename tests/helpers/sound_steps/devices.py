@@ -10,19 +10,19 @@ import optax
 
 from helpers.devices import require_devices
 from helpers.sharding import make_mesh
-from helpers.sound_steps import (
-  apply_mlp,
-  init_mlp,
-  make_batch,
-  make_train_step,
-  mse,
-  mse_loss_fn,
+from helpers.train_steps import (
+  BATCH,
+  compute_scaled_grads,
+  half_loss_fn,
+  loss_fn,
+  make_step,
+  PARAMS,
   train,
-  TX,
 )
 import optax_lossscale as ols
 
 ADAM = optax.adam(1e-2)
+TX = ols.with_loss_scaling(ADAM)
 
 
 def _put(tree, mesh, *specs):
@@ -32,8 +32,8 @@ def _put(tree, mesh, *specs):
 def data_parallel_with_explicit_axes():
   """The sharding is in the type of each array."""
   mesh = make_mesh((4,), ("data",), AxisType.Explicit)
-  params, batch = _put(init_mlp(), mesh), _put(make_batch(), mesh, "data")
-  return make_train_step(params=params, batch=batch)
+  batch = _put(BATCH, mesh, "data")
+  return make_step(inner=ADAM, params=_put(PARAMS, mesh), batch=batch)
 
 
 def sharded_optimizer_state():
@@ -46,64 +46,54 @@ def sharded_optimizer_state():
 
   @jax.jit
   def train_step(params, opt_state, batch):
-    params, opt_state, loss = train(TX, mse_loss_fn, params, opt_state, batch)
+    params, opt_state = train(params, opt_state, batch, tx=TX)
     replicated = NamedSharding(mesh, P())
     params = lax.with_sharding_constraint(params, replicated)
-    return params, constrain(opt_state), loss
+    return params, constrain(opt_state)
 
-  params = _put(init_mlp(), mesh)
+  params = _put(PARAMS, mesh)
   opt_state = jax.jit(lambda params: constrain(TX.init(params)))(params)
-  return train_step, (params, opt_state, _put(make_batch(), mesh, "data"))
+  return train_step, (params, opt_state, _put(BATCH, mesh, "data"))
 
 
 def half_precision_all_reduce():
   """Scaled float16 gradients are sent, divided before they are summed."""
-  tx = ols.with_loss_scaling(ADAM, axis_name="data", grads_are_scaled=True)
 
-  def scaled_loss_fn(half_params, opt_state, batch):
-    x = batch[0].astype(jnp.float16)
-    loss = mse(apply_mlp(half_params, x).astype(jnp.float32), batch[1])
-    return ols.scale_loss(loss, opt_state), loss
-
-  def train_step(params, opt_state, batch):
+  def compute_grads(loss, params, opt_state):
     half_params = optax.tree.cast(params, jnp.float16)
-    (_, loss), grads = jax.value_and_grad(scaled_loss_fn, has_aux=True)(
-      half_params, opt_state, batch
-    )
+    grads = compute_scaled_grads(loss, half_params, opt_state)
     average = lambda g: lax.psum(g / lax.axis_size("data"), "data")
-    grads = jax.tree.map(average, grads)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    params = optax.apply_updates(params, updates)
-    return params, opt_state, lax.pmean(loss, "data")
+    return jax.tree.map(average, grads)
 
-  params = init_mlp()
-  step = jax.shard_map(
-    train_step,
+  on_devices = lambda step: jax.shard_map(
+    step,
     mesh=make_mesh((4,), ("data",)),
     in_specs=(P(), P(), P("data")),
     out_specs=P(),
     check_vma=False,
   )
-  return jax.jit(step), (params, tx.init(params), make_batch())
+  return make_step(
+    compute_grads,
+    loss_fn=half_loss_fn,
+    inner=ADAM,
+    wrap=on_devices,
+    axis_name="data",
+    grads_are_scaled=True,
+  )
 
 
 def replicated_train_state():
   """A ``TrainState`` for each device, as in Flax's examples for ``pmap``."""
+  require_devices(4)
   tx = ols.with_loss_scaling(ADAM, axis_name="data")
-  state = train_state.TrainState.create(
-    apply_fn=apply_mlp, params=init_mlp(), tx=tx
-  )
+  state = train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
 
   def train_step(state, batch):
-    def loss_fn(params):
-      return mse(state.apply_fn(params, batch[0]), batch[1])
-
-    loss, grads = ols.value_and_grad(ols.autocast(loss_fn), state)(state.params)
+    grad_fn = ols.value_and_grad(loss_fn, state)
+    loss, grads = grad_fn(state.params, batch)
     grads = lax.pmean(grads, "data")
     return state.apply_gradients(grads=grads), lax.pmean(loss, "data")
 
-  replicate = lambda x: jnp.stack([x] * 4)
-  batch = jax.tree.map(lambda x: x.reshape(4, 4, -1), make_batch(16))
-  require_devices(4)
+  state = jax.tree.map(lambda x: jnp.stack([x] * 4), state)
   step = jax.pmap(train_step, axis_name="data")
-  return step, (jax.tree.map(replicate, state), batch)
+  return step, (state, BATCH.reshape(4, 2, 4))

@@ -23,10 +23,6 @@ def _cast_params(params, dtype=jnp.float16):
   return {name: np.asarray(x, dtype) for name, x in params.items()}
 
 
-def _cast_by_hand(params, batch):
-  return half_loss_fn(optax.tree.cast(params, jnp.float16), batch)
-
-
 def _mixed_loss_fn(params, batch):
   """The bias is in float32, and the matrix is not."""
   bias = params["bias"].astype(jnp.float16)
@@ -61,7 +57,6 @@ def master_copies_beside_params():
 
 
 STEPS = {
-  "casts_by_hand": prepare_step(loss_fn=_cast_by_hand, inner=ADAM),
   "float16_params": prepare_step(
     loss_fn=half_loss_fn, inner=ADAM, params=_cast_params(PARAMS)
   ),

@@ -21,21 +21,15 @@ import optax_lossscale as ols
 ADAM = ols.with_loss_scaling(optax.adam(1e-2))
 
 
-def _train_twice(tx, params, opt_state, batch):
+def _train_twice(params, opt_state, batch):
   for _ in range(2):
-    params, opt_state = train(params, opt_state, batch, tx=tx)
+    params, opt_state = train(params, opt_state, batch, tx=ADAM)
   return params, opt_state
 
 
-def _move(params, opt_state, batch, tx=TX):
+def _move(tx, params, opt_state, batch):
   """Return the parameters after an update whose state is dropped."""
   return train(params, opt_state, batch, tx=tx)[0]
-
-
-def _update_from(params, opt_state, batch, ahead, tx=ADAM):
-  """Update parameters by the gradients of others."""
-  grads = ols.grad(loss_fn, opt_state)(ahead, batch)
-  return apply_updates(tx, grads, params, opt_state)
 
 
 def diloco():
@@ -43,7 +37,7 @@ def diloco():
   outer = ols.with_loss_scaling(optax.sgd(0.7, momentum=0.9, nesterov=True))
 
   def train_step(params, inner_state, outer_state, batch):
-    new_params, inner_state = _train_twice(ADAM, params, inner_state, batch)
+    new_params, inner_state = _train_twice(params, inner_state, batch)
     difference = jax.tree.map(jnp.subtract, params, new_params)
     params, outer_state = apply_updates(outer, difference, params, outer_state)
     return params, inner_state, outer_state
@@ -51,24 +45,15 @@ def diloco():
   return jit_step(train_step, outer.init(PARAMS), tx=ADAM)
 
 
-def reptile():
-  """The parameters move towards those of a few steps."""
-
-  def train_step(params, opt_state, batch):
-    new_params, opt_state = _train_twice(TX, params, opt_state, batch)
-    return optax.incremental_update(new_params, params, 0.1), opt_state
-
-  return jit_step(train_step)
-
-
-def _make_extragradient_step(tx):
+def extragradient():
   """The gradient is that of parameters ahead."""
 
   def train_step(params, opt_state, batch):
-    ahead = _move(params, opt_state, batch, tx)
-    return _update_from(params, opt_state, batch, ahead, tx)
+    ahead = _move(ADAM, params, opt_state, batch)
+    grads = ols.grad(loss_fn, opt_state)(ahead, batch)
+    return apply_updates(ADAM, grads, params, opt_state)
 
-  return jit_step(train_step, tx=tx)
+  return jit_step(train_step, tx=ADAM)
 
 
 def darts():
@@ -99,17 +84,9 @@ def maml():
   """The loss is that after an inner update, which is differentiated."""
 
   def train_step(params, opt_state, inner_state, batch):
-    moved_loss = lambda p: loss_fn(_move(p, inner_state, batch), batch)
+    moved_loss = lambda p: loss_fn(_move(TX, p, inner_state, batch), batch)
     grads = ols.grad(moved_loss, opt_state)(params)
     return *apply_updates(ADAM, grads, params, opt_state), inner_state
-
-  return jit_step(train_step, TX.init(PARAMS), tx=ADAM)
-
-
-def first_order_maml():
-  def train_step(params, opt_state, inner_state, batch):
-    ahead = _move(params, inner_state, batch)
-    return *_update_from(params, opt_state, batch, ahead), inner_state
 
   return jit_step(train_step, TX.init(PARAMS), tx=ADAM)
 
@@ -118,30 +95,12 @@ def federated_averaging():
   """Each client starts from the same parameters and the same state."""
 
   def train_step(params, opt_state, batch):
-    client = functools.partial(_train_twice, ADAM, params, opt_state)
+    client = functools.partial(_train_twice, params, opt_state)
     all_params, states = jax.vmap(client)(jnp.stack([batch, -batch]))
     mean = jax.tree.map(lambda x: jnp.mean(x, 0), all_params)
     return mean, jax.tree.map(lambda x: x[0], states)
 
   return jit_step(train_step, tx=ADAM)
-
-
-def variance_reduced():
-  """A gradient is corrected by that of a snapshot, as in SVRG."""
-
-  def train_step(params, opt_state, snapshot, snapshot_grads, batch):
-    grad_fn = ols.grad(loss_fn, opt_state)
-    grads = jax.tree.map(
-      lambda new, old, mean: new - old + mean,
-      grad_fn(params, batch),
-      grad_fn(snapshot, batch),
-      snapshot_grads,
-    )
-    new = apply_updates(ADAM, grads, params, opt_state)
-    return *new, snapshot, snapshot_grads
-
-  zeros = jax.tree.map(jnp.zeros_like, PARAMS)
-  return jit_step(train_step, {"w": PARAMS["w"].T}, zeros, tx=ADAM)
 
 
 def retry_in_a_branch():
@@ -154,11 +113,3 @@ def retry_in_a_branch():
     return lax.cond(is_applied, lambda: first, again)
 
   return jit_step(train_step)
-
-
-STEPS = {
-  "extragradient": functools.partial(_make_extragradient_step, TX),
-  "extragradient_with_moments": functools.partial(
-    _make_extragradient_step, ADAM
-  ),
-}

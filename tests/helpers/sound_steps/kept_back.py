@@ -178,11 +178,6 @@ STEPS = {
     inner=optax.sgd(optax.join_schedules([_ZERO, _RATE], [10]))
   ),
   # Something changes the new parameters.
-  "clipped_weights": _prepare_params(lambda old, new: jnp.clip(new, -0.1, 0.1)),
-  "on_a_sphere": _prepare_params(
-    lambda old, new: new / jnp.linalg.norm(new),
-    params={"w": PARAMS["w"] / np.linalg.norm(PARAMS["w"])},
-  ),
   "in_a_ball": _prepare(
     lambda old, new: (
       optax.projections.projection_l2_ball(new[0], 1.0),

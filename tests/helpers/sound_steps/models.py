@@ -10,14 +10,13 @@ import numpy as np
 import optax
 
 from helpers.sound_steps import (
-  apply_mlp,
   CLASSES,
   cross_entropy,
   dense,
   FEATURES,
   HIDDEN,
-  init_mlp,
   integers,
+  make_batch,
   make_train_step,
   mse,
   no_cast,
@@ -72,7 +71,7 @@ def mixture_of_experts():
     "up": normal(4, FEATURES, FEATURES, seed=1, scale=0.4),
     "down": normal(4, FEATURES, CLASSES, seed=2, scale=0.4),
   }
-  return make_train_step(loss_fn, params)
+  return make_train_step(loss_fn, params, make_batch())
 
 
 def rarely_used_rows():
@@ -81,9 +80,9 @@ def rarely_used_rows():
   def loss_fn(params, batch):
     tokens, labels = batch
     x = jnp.mean(params["embed"][tokens], 1)
-    return cross_entropy(apply_mlp(params["mlp"], x), labels)
+    return cross_entropy(x @ params["head"], labels)
 
-  params = {"embed": normal(500, FEATURES), "mlp": init_mlp()}
+  params = {"embed": normal(500, FEATURES), "head": dense(FEATURES, CLASSES)}
   batch = integers(500, 8, 3), integers(CLASSES, 8, seed=1)
   return make_train_step(loss_fn, params, batch)
 
@@ -104,8 +103,8 @@ def gradient_penalty():
   """The critic of a WGAN, whose loss contains a gradient."""
 
   def critic(params, x):
-    hidden = jax.nn.softplus(x @ params["layer_0"]["w"])
-    return jnp.sum(hidden @ params["layer_1"]["w"])
+    hidden = jax.nn.softplus(x @ params["hidden"])
+    return jnp.sum(hidden @ params["out"])
 
   def loss_fn(params, batch):
     real, fake = batch
@@ -114,25 +113,6 @@ def gradient_penalty():
     distance = critic(params, fake) - critic(params, real)
     return distance / len(real) + jnp.mean((norms - 1) ** 2)
 
-  params = {
-    k: {"w": x["w"]} for k, x in init_mlp((FEATURES, HIDDEN, 1)).items()
-  }
+  params = {"hidden": dense(FEATURES, HIDDEN), "out": dense(HIDDEN, 1, seed=1)}
   batch = normal(ROWS, FEATURES, seed=1), 0.5 + normal(ROWS, FEATURES, seed=2)
   return make_train_step(loss_fn, params, batch)
-
-
-def physics_informed():
-  """The residual of a differential equation, with second derivatives."""
-
-  def solution(params, t):
-    return apply_mlp(params, t[None])[0]
-
-  def loss_fn(params, times):
-    second = jax.vmap(jax.grad(jax.grad(solution, 1), 1), (None, 0))
-    values = jax.vmap(solution, (None, 0))(params, times)
-    start = solution(params, jnp.float32(0)) - 1
-    return mse(second(params, times), -values) + start**2
-
-  return make_train_step(
-    loss_fn, init_mlp((1, HIDDEN, 1)), jnp.linspace(0, 2, ROWS)
-  )

@@ -48,23 +48,8 @@ def gan():
   return train_step, (PARAMS, OTHERS, *states, BATCH, BATCH[::-1])
 
 
-def _follow(loss_fn, rate, target, batch):
-  """Return a step whose loss has a target network that follows slowly."""
-
-  @jax.jit
-  def train_step(params, target, opt_state, batch):
-    params, opt_state, loss = train(
-      TX, loss_fn, params, opt_state, target, batch
-    )
-    new_target = optax.incremental_update(params, target, rate)
-    target = ols.select_if_finite(opt_state, new_target, target)
-    return params, target, opt_state, loss
-
-  return train_step, (PARAMS, target, TX.init(PARAMS), batch)
-
-
 def dqn():
-  """The target network has no gradient."""
+  """The target network follows slowly, and has no gradient."""
 
   def loss_fn(params, target_params, batch):
     state, action, reward, next_state, is_last = batch
@@ -76,22 +61,17 @@ def dqn():
 
   is_last = np.arange(8) == 3
   batch = BATCH, integers(4, 8), normal(8, seed=3), BATCH[::-1], is_last
-  return _follow(loss_fn, 0.05, PARAMS, batch)
 
+  @jax.jit
+  def train_step(params, target, opt_state, batch):
+    params, opt_state, loss = train(
+      TX, loss_fn, params, opt_state, target, batch
+    )
+    new_target = optax.incremental_update(params, target, 0.05)
+    target = ols.select_if_finite(opt_state, new_target, target)
+    return params, target, opt_state, loss
 
-def mean_teacher():
-  """Self-supervision against an average of the student (BYOL)."""
-
-  def normalize(x):
-    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
-
-  def loss_fn(student, teacher, views):
-    target = lax.stop_gradient(normalize(_apply(teacher, views[1])))
-    predicted = normalize(_apply(student, views[0]))
-    return jnp.mean(jnp.sum((predicted - target) ** 2, -1))
-
-  views = BATCH + normal(*BATCH.shape, seed=2, scale=0.1), BATCH
-  return _follow(loss_fn, 0.01, OTHERS, views)
+  return train_step, (PARAMS, PARAMS, TX.init(PARAMS), batch)
 
 
 def a_state_for_each_loss():

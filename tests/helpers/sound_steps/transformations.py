@@ -1,19 +1,15 @@
 """Steps under JAX's transformations, and with its effects."""
 
-import functools
-
 import jax
 from jax.experimental import io_callback
 import jax.numpy as jnp
 import optax
 
-from helpers import custom_rules
 from helpers.train_steps import (
   jit_step,
   loss_fn,
   prepare_result,
   prepare_step,
-  prepare_two_layers,
   train,
 )
 import optax_lossscale as ols
@@ -41,28 +37,6 @@ def random_augmentation():
   return jit_step(train_step, jax.random.key(0))
 
 
-@functools.partial(
-  jax.checkpoint,
-  policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-)
-def _compute_layer(w, x):
-  return jnp.tanh(x @ w)
-
-
-def _checkpointed_loss_fn(params, batch):
-  """Activations are computed again in the backward pass."""
-  hidden = _compute_layer(params["w"], batch)
-  return jnp.mean((_compute_layer(params["head"], hidden) - 1) ** 2)
-
-
-_matmul = custom_rules.make_matmul_with_vjp()
-
-
-def _custom_loss_fn(params, batch):
-  """A linear layer whose backward pass has its own matmuls."""
-  return jnp.mean((_matmul(batch, params["w"]) - 1) ** 2)
-
-
 def _printing_loss_fn(params, batch):
   loss = jnp.mean((batch @ params["w"]) ** 2)
   jax.debug.print("loss {}", loss)
@@ -83,10 +57,6 @@ STEPS = {
   "jitted_loss_only": prepare_step(
     loss_fn=jax.jit(loss_fn), wrap=lambda step: step
   ),
-  "checkpointed_layers": prepare_two_layers(
-    loss_fn=ols.autocast(_checkpointed_loss_fn)
-  ),
-  "custom_vjp_matmul": prepare_step(loss_fn=ols.autocast(_custom_loss_fn)),
   "debug_print": prepare_step(loss_fn=ols.autocast(_printing_loss_fn)),
   "logging_callback": prepare_result(_log_norm_and_scale),
 }

@@ -62,7 +62,7 @@ def partition_and_combine():
   loss_fn = lambda params, batch: mse_loss_fn(
     eqx.combine(params, static), batch
   )
-  return make_train_step(loss_fn, params)
+  return make_train_step(loss_fn, params, make_batch())
 
 
 def frozen_backbone():

@@ -14,7 +14,6 @@ from helpers.sound_steps import (
   make_image_batch,
   make_train_step,
   mse,
-  normal,
 )
 import optax_lossscale as ols
 
@@ -75,7 +74,7 @@ def functional_optimizer():
   loss_fn = lambda params, batch: mse_loss_fn(
     nnx.merge(graphdef, params), batch
   )
-  return make_train_step(loss_fn, params)
+  return make_train_step(loss_fn, params, make_batch())
 
 
 class ConvNet(nnx.Module):
@@ -148,21 +147,20 @@ def trainer_module():
 
 def two_optimizers():
   """A generator and a critic, each updated in place."""
-  generator = nnx.Linear(4, FEATURES, rngs=nnx.Rngs(0))
-  critic = Mlp(nnx.Rngs(1))
-  optimizers = _make_optimizer(generator), _make_optimizer(critic)
+  linear = lambda seed: nnx.Linear(FEATURES, FEATURES, rngs=nnx.Rngs(seed))
+  generator, critic = linear(0), linear(1)
 
-  def critic_loss_fn(critic, generator, real, noise):
-    fake = nnx.softplus(critic(generator(noise)))
-    return jnp.mean(fake + nnx.softplus(-critic(real)))
+  def critic_loss_fn(critic, generator, batch):
+    fake = nnx.softplus(critic(generator(batch)))
+    return jnp.mean(fake + nnx.softplus(-critic(batch)))
 
-  def generator_loss_fn(generator, critic, noise):
-    return jnp.mean(nnx.softplus(-critic(generator(noise))))
+  def generator_loss_fn(generator, critic, batch):
+    return jnp.mean(nnx.softplus(-critic(generator(batch))))
 
   @nnx.jit
-  def train_step(generator, critic, g_optimizer, c_optimizer, real, noise):
-    _train(critic_loss_fn, critic, c_optimizer, generator, real, noise)
-    _train(generator_loss_fn, generator, g_optimizer, critic, noise)
+  def train_step(generator, critic, g_optimizer, c_optimizer, batch):
+    _train(critic_loss_fn, critic, c_optimizer, generator, batch)
+    _train(generator_loss_fn, generator, g_optimizer, critic, batch)
 
-  real, noise = normal(8, FEATURES, seed=1), normal(8, 4, seed=2)
-  return train_step, (generator, critic, *optimizers, real, noise)
+  optimizers = map(_make_optimizer, (generator, critic))
+  return train_step, (generator, critic, *optimizers, make_batch()[0])
