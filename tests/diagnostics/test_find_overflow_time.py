@@ -44,7 +44,7 @@ def time_call(fun):
   [
     (overflowing_steps.layers_of_all_shapes, False, 30),
     # Loops in loops in loops. Measured: 2.3 to 4.5 times.
-    (overflowing_steps.recurrent_ppo, True, 10),
+    (overflowing_steps.recurrent_training, True, 10),
   ],
 )
 def test_it_takes_some_times_as_long_as_compiling_the_step(
@@ -76,52 +76,42 @@ def make_nested_loops(outer, inner):
   "lengths", mark_slow_params({(8, 30)}, [(4, 3), (8, 30)])
 )
 def test_two_programs_are_compiled_however_long_the_loops_are(caplog, lengths):
-  fun, x = make_nested_loops(*lengths)
-  hits = []
-  count = count_compilations(caplog, lambda: hits.append(find_overflow(fun, x)))
-  assert hits[0].eqn_path == "jit(<lambda>)/scan[3]/scan[2]/mul"
+  hit, count = count_compilations(caplog, *make_nested_loops(*lengths))
+  assert hit.eqn_path == "jit(<lambda>)/scan[3]/scan[2]/mul"
   assert count == 2
 
 
-def count_compilations(caplog, fun):
-  """How many instrumented programs a function compiles."""
+def count_compilations(caplog, fun, *args):
+  """Return the overflow, and how many instrumented programs are compiled."""
   jax.clear_caches()
   caplog.clear()
   with jax.log_compiles(), caplog.at_level(logging.WARNING):
-    fun()
+    hit = find_overflow(fun, *args)
   name = _instrumented_program.InstrumentedProgram._eval_program.__name__
   pattern = re.compile(f"Finished XLA compilation of .*{name}")
-  return sum(
-    pattern.match(record.getMessage()) is not None for record in caplog.records
-  )
+  messages = [record.getMessage() for record in caplog.records]
+  return hit, sum(map(bool, map(pattern.match, messages)))
 
 
 @pytest.mark.slow
 def test_a_finite_program_is_compiled_once(caplog):
-  fun, *args = overflowing_steps.layers_of_all_shapes(2)  # The third overflows.
-  assert count_compilations(caplog, lambda: find_overflow(fun, *args)) == 1
-  assert find_overflow(fun, *args) is None
+  step = overflowing_steps.layers_of_all_shapes(2)  # The third overflows.
+  assert count_compilations(caplog, *step) == (None, 1)
 
 
 @pytest.mark.slow
 def test_many_overflows_are_measured_by_few_programs(caplog):
-  fun, *args = overflowing_steps.graph_network()
-  hits = []
-  count = count_compilations(
-    caplog, lambda: hits.append(find_overflow(fun, *args))
-  )
-  assert hits[0].primitive == "mul"
+  step = overflowing_steps.normalized_layers()
+  hit, count = count_compilations(caplog, *step)
+  assert hit.primitive == "mul"
   # The step, the first region, and the whole step twice.
   assert count <= 4
 
 
 @pytest.mark.nightly
 def test_overflows_behind_the_first_need_few_further_programs(caplog):
-  fun, *args = overflowing_steps.layers_of_all_shapes(4)
-  hits = []
-  count = count_compilations(
-    caplog, lambda: hits.append(find_overflow(fun, *args))
-  )
-  assert hits[0].primitive == "square"
+  step = overflowing_steps.layers_of_all_shapes(4)
+  hit, count = count_compilations(caplog, *step)
+  assert hit.primitive == "square"
   # Without the inf, the next matmul overflows by itself.
   assert count <= 6
