@@ -64,7 +64,7 @@ def loss_fn(params, batch):
   return sum(jax.tree.leaves(losses)) / EXAMPLES
 
 
-def train_step(tx, params, opt_state, batch, loss_fn=loss_fn):
+def train_step(tx, params, opt_state, batch):
   grads = ols.grad(loss_fn, opt_state)(params, batch)
   updates, opt_state = tx.update(grads, opt_state, params)
   return optax.apply_updates(params, updates), opt_state

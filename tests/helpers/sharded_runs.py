@@ -52,12 +52,18 @@ SHARD_MAP_LAYOUTS = {
 }
 
 
+def _differentiate(loss, opt_state):
+  """Return the gradient function; without scaling for a bare optimizer."""
+  is_scaled = isinstance(opt_state, ols.WithLossScalingState)
+  return ols.grad(loss, opt_state) if is_scaled else jax.grad(loss)
+
+
 class ShardedRun:
   """The exact problem in one layout."""
 
-  def __init__(self, layout, axis_type):
+  def __init__(self, layout, axis_type, tx=None):
     mesh, specs, batch_specs = JIT_LAYOUTS[layout]
-    self.tx = exact_model.make_optimizer()
+    self.tx = tx or exact_model.make_optimizer()
     self.mesh = sharding.make_mesh(*mesh, axis_type)
     self.shardings = sharding.to_named_shardings(self.mesh, specs)
     self.batch_specs = batch_specs
@@ -79,7 +85,9 @@ class ShardedRun:
     return params, init(params)
 
   def step(self, params, opt_state, batch):
-    return exact_model.train_step(self.tx, params, opt_state, batch, self.loss)
+    grads = _differentiate(self.loss, opt_state)(params, batch)
+    updates, opt_state = self.tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
 
   def loss(self, params, batch):
     if self.is_explicit:
@@ -105,10 +113,10 @@ class ShardedRun:
 class ShardMapRun:
   """The exact problem in one layout: params are gathered to be used."""
 
-  def __init__(self, layout, check_vma, **options):
+  def __init__(self, layout, check_vma, tx=None, **options):
     shape, axis_name, self.specs = SHARD_MAP_LAYOUTS[layout]
     self.names = ("data", "model")[: len(shape)]
-    self.tx = exact_model.make_optimizer(axis_name=axis_name, **options)
+    self.tx = tx or exact_model.make_optimizer(axis_name=axis_name, **options)
     self.mesh = sharding.make_mesh(shape, self.names)
     self.check_vma = check_vma
     # Only P() for the loss-scale state: JAX checks that it is replicated.
@@ -124,7 +132,7 @@ class ShardMapRun:
     return params, self.tx.init(params)
 
   def train(self, batches):
-    batch_specs = jax.tree.map(lambda _: P(None, self.names), self.specs)
+    batch_specs = dict.fromkeys(self.specs, P(None, self.names))
     in_specs = (*self.carry_specs, batch_specs)
     train = self.shard_map(
       functools.partial(exact_model.train, self.step),
@@ -151,7 +159,7 @@ class ShardMapRun:
     return self.shard_map(self.update, in_specs, self.carry_specs)
 
   def step(self, params, opt_state, batch):
-    grads = ols.grad(self.loss, opt_state)(params, batch)
+    grads = _differentiate(self.loss, opt_state)(params, batch)
     if not self.check_vma:
       grads = {name: self.psum_missing(name, g) for name, g in grads.items()}
     return self.update(grads, params, opt_state)
