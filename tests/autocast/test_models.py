@@ -3,9 +3,9 @@
 import functools
 
 from helpers import float32_models, load_example, mark_slow_params, matmul_flops
+from helpers.bits import cosine
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import optax_lossscale as ols
@@ -153,16 +153,9 @@ def _compute_rounding_errors(name, dtype):
 
 
 def _compare_with_float32(name, result):
-  (loss, _, grads), (written_loss, _, written) = (
-    result,
-    _compute_float32_result(name),
-  )
-  a, b = (
-    np.concatenate([np.asarray(x, np.float64).ravel() for x in tree])
-    for tree in (grads, written)
-  )
-  cosine = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
-  return 1 - cosine, abs(float(loss / written_loss) - 1)
+  loss, _, grads = result
+  written_loss, _, written_grads = _compute_float32_result(name)
+  return 1 - cosine(written_grads, grads), abs(float(loss / written_loss) - 1)
 
 
 def _count_equations(layers):

@@ -1,7 +1,7 @@
 """Sums of float16 gradients over devices overflow sooner with more of them."""
 
 from helpers import jaxprs, sharding
-from helpers.bits import assert_same_bits
+from helpers.bits import assert_same_bits, flatten, relative_error
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale._jaxprs import _primitives
 
 # The scaled gradient of each device; three of them are more than float16 has.
 PER_DEVICE = 24576.0
@@ -24,7 +25,7 @@ def sum_in_half(w, x):
 
 
 def sum_after_varying(w, x):
-  return sum_in_half(to_varying(w), x)
+  return sum_in_half(_primitives.cast_to_varying(w, "data"), x)
 
 
 def mean_in_half(w, x):
@@ -82,15 +83,10 @@ def test_under_jit_the_mean_over_the_whole_batch_is_the_fix(is_mean):
 
 def test_gradients_cast_to_float32_before_a_psum_are_summed_in_float32():
   """check_vma=False and pmap: what ols.grad returns is float32 already."""
-  fun = jax.shard_map(
-    lambda w, x: lax.psum(ols.grad(sum_in_half, STATE)(w, x), "data"),
-    mesh=sharding.make_mesh((8,), ("data",)),
-    in_specs=(P(), P("data")),
-    out_specs=P(),
-    check_vma=False,
-  )
+  sum_grads = lambda w, x: lax.psum(ols.grad(sum_in_half, STATE)(w, x), "data")
+  fun = map_to_8_devices(sum_grads, P(), P("data"))
   for w in (np.float32(1), np.float16(1)):
-    grad = jax.jit(fun)(w, make_examples(8))
+    grad = fun(w, make_examples(8))
     assert (grad.dtype, grad) == (jnp.float32, 8 * PER_DEVICE / SCALE)
 
 
@@ -131,11 +127,11 @@ def sum_true(dtype):
   return fun
 
 
-def map_to_8_devices(fun):
+def map_to_8_devices(fun, *in_specs):
   fun = jax.shard_map(
     fun,
     mesh=sharding.make_mesh((8,), ("data",)),
-    in_specs=(P(), P(), P("data")),
+    in_specs=in_specs or (P(), P(), P("data")),
     out_specs=P(),
     check_vma=False,
   )
@@ -150,41 +146,24 @@ def make_params_and_batch():
   return params, (normal(64, 16), np.ones((64, 4), np.float32))
 
 
-def flatten(grads):
-  return np.concatenate([np.float64(g).ravel() for g in grads])
-
-
-@pytest.fixture(scope="module")
-def compared():
-  """(dtypes of the sums, error, share flushed) at a scale, against float32."""
+@pytest.mark.slow
+def test_a_float16_sum_that_keeps_the_scale_is_nearly_as_good_as_float32():
   params, batch = make_params_and_batch()
   exact = flatten(jax.jit(jax.grad(small_loss))(params, batch))
-
-  def compare(fun, scale, unscale=1.0):
-    state = ols.FixedLossScale(scale).init()
-    args = params, state, batch
-    grads = flatten(map_to_8_devices(fun)(*args)) / unscale
-    error = np.linalg.norm(grads - exact) / np.linalg.norm(exact)
-    dtypes = list_sum_dtypes(map_to_8_devices(fun), *args)
-    return dtypes, error, np.mean(grads[exact != 0] == 0)
-
-  return compare
-
-
-@pytest.mark.slow
-def test_a_float16_sum_that_keeps_the_scale_is_nearly_as_good_as_float32(
-  compared,
-):
   scale = 2.0**30
-  dtypes, error, flushed = compared(sum_scaled, scale, unscale=scale)
-  assert dtypes == {"float16"}
+
+  def compare(fun, dtype, unscale=1.0):
+    """Return the error, and the fraction of gradients that are flushed."""
+    args = params, ols.FixedLossScale(scale).init(), batch
+    assert list_sum_dtypes(map_to_8_devices(fun), *args) == {dtype}
+    grads = flatten(map_to_8_devices(fun)(*args)) / unscale
+    return relative_error(exact, grads), np.mean(grads[exact != 0] == 0)
+
+  error, flushed = compare(sum_scaled, "float16", unscale=scale)
   assert error < 1e-3 and flushed < 1e-4
-  dtypes, error_in_float32, flushed = compared(sum_true(jnp.float32), scale)
-  assert dtypes == {"float32"}
-  assert error < 1.5 * error_in_float32
+  assert error < 1.5 * compare(sum_true(jnp.float32), "float32")[0]
   # With unscaled gradients, the sum loses all of them.
-  dtypes, _, flushed = compared(sum_true(jnp.float16), scale)
-  assert dtypes == {"float16"} and flushed == 1
+  assert compare(sum_true(jnp.float16), "float16")[1] == 1
 
 
 def test_a_sum_that_keeps_the_scale_trains_and_skips_on_all_devices():
@@ -224,12 +203,6 @@ def compute_device_sum(loss, n_devices):
   )
   args = np.float32(1), make_examples(n_devices)
   return jax.jit(fun)(*args), list_sum_dtypes(fun, *args)
-
-
-def to_varying(x):
-  if hasattr(lax, "pcast"):
-    return lax.pcast(x, "data", to="varying")
-  return lax.pvary(x, "data")  # its name in JAX 0.8.0
 
 
 def make_examples(n_devices):

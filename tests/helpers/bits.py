@@ -31,6 +31,23 @@ def assert_close(actual, expected, tolerance=5e-3):
   jax.tree.map(check, actual, expected)
 
 
+def flatten(tree):
+  """Return all entries of a tree as one array of float64."""
+  return np.concatenate([np.float64(x).ravel() for x in jax.tree.leaves(tree)])
+
+
+def relative_error(expected, actual):
+  """Return the norm of the difference of two trees, over that of the first."""
+  a, b = flatten(expected), flatten(actual)
+  return np.linalg.norm(b - a) / np.linalg.norm(a)
+
+
+def cosine(expected, actual):
+  """Return the cosine of the angle between two trees."""
+  a, b = flatten(expected), flatten(actual)
+  return a @ b / (np.linalg.norm(a) * np.linalg.norm(b))
+
+
 def assert_functions_close(fun, expected_fun, *args, tolerance=5e-3):
   """Fails unless two functions return nearly the same, in one program."""
   run_both = jax.jit(lambda *args: (fun(*args), expected_fun(*args)))
