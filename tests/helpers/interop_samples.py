@@ -7,28 +7,14 @@ from optax_lossscale import interop
 TF = {"dynamic": True, "initial_scale": 1024.0, "dynamic_growth_steps": 20}
 KERAS_3 = {"initial_scale": 1024.0, "dynamic_growth_steps": 20}
 TF_1 = {"initial_loss_scale": 64.0, "increment_period": 20, "multiplier": 2.0}
-TORCH = {
-  "scale": 1024.0,
-  "growth_factor": 2.0,
-  "backoff_factor": 0.5,
-  "growth_interval": 20,
-  "_growth_tracker": 3,
-}
+_RULE = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 20}
+TORCH = {"scale": 1024.0, **_RULE, "_growth_tracker": 3}
 NEMO = {**TORCH, "_hysteresis_tracker": 2}
-FLAX_FIELDS = {
-  "growth_factor": 2.0,
-  "backoff_factor": 0.5,
-  "growth_interval": 20,
-  "minimum_scale": 2.0,
-}
+FLAX_FIELDS = {**_RULE, "minimum_scale": 2.0}
 FLAX = {**FLAX_FIELDS, "fin_steps": 3, "scale": 1024.0}
-KERNEL = {"current_scale": 64.0, "growth_tracker": 3, "hysteresis_tracker": 2}
-KERNEL_SETTINGS = {
-  "growth_factor": 2.0,
-  "backoff_factor": 0.5,
-  "growth_interval": 20,
-  "hysteresis": 2,
-}
+_TRACKERS = {"growth_tracker": 3, "hysteresis_tracker": 2}
+KERNEL = {"current_scale": 64.0, **_TRACKERS}
+KERNEL_SETTINGS = {**_RULE, "hysteresis": 2}
 AMP = {"loss_scale": 1024.0, "unskipped": 3}
 AMP_SETTINGS = {
   "init_scale": 2.0**16,
@@ -57,7 +43,7 @@ MEGATRON = {
   "loss_scale_window": 20,
   "hysteresis": 2,
 }
-MEGATRON_STATE = {"scale": 64.0, "growth_tracker": 3, "hysteresis_tracker": 2}
+MEGATRON_STATE = {"scale": 64.0, **_TRACKERS}
 FAIRSEQ = {
   "fp16_init_scale": 128.0,
   "fp16_scale_window": 20,
@@ -158,10 +144,8 @@ OPTIONAL = {
   "fairseq, scale": {"loss_scale"},
 }
 # Calls that are not given the dict itself.
-OBJECTS = [
-  CALLS[name][0]
-  for name in ("jmp", "MindSpore", "fairseq, scale", "NeMo, settings")
-]
+_OF_OBJECTS = "jmp", "MindSpore", "fairseq, scale", "NeMo, settings"
+OBJECTS = [CALLS[name][0] for name in _OF_OBJECTS]
 
 
 class Hostile:

@@ -15,6 +15,7 @@ import optax
 
 from helpers import sharding, train_steps
 from helpers.devices import require_devices
+from helpers.train_steps import make_population
 import optax_lossscale as ols
 from optax_lossscale._jaxprs import _primitives
 
@@ -92,12 +93,6 @@ def _make_epoch(step):
     return lax.scan(lambda c, x: (step(*c, x), None), carry, batches)[0]
 
   return epoch
-
-
-def _make_ensemble(policy, jit=lambda fun: fun):
-  step, (*args, batch) = _make_plain(policy)
-  stacked_args = jax.tree.map(lambda x: jnp.stack([x, x]), args)
-  return jit(jax.vmap(jit(step), in_axes=(0, 0, None))), (*stacked_args, batch)
 
 
 def _make_train_state_step(policy):
@@ -225,8 +220,10 @@ _STEPS = {
       lambda g: g / 2, train_steps.accumulate(train_steps.compute_grads)
     ),
   ),
-  "an ensemble": _make_ensemble,
-  "an ensemble of jits": lambda policy: _make_ensemble(policy, jax.jit),
+  "an ensemble": lambda policy: make_population(*_make_plain(policy)),
+  "an ensemble of jits": lambda policy: make_population(
+    *_step(jax.jit)(policy)
+  ),
   "with TrainState": _make_train_state_step,
   "with NNX in place": _nnx_step(),
   "with NNX that returns nothing": _nnx_step(
