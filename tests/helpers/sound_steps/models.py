@@ -25,28 +25,6 @@ from helpers.sound_steps import (
 )
 import optax_lossscale as ols
 
-VOCABULARY, LENGTH = 12, 6
-
-
-def jax_attention():
-  """``jax.nn.dot_product_attention``, which masks by itself."""
-
-  def loss_fn(params, batch):
-    x, y = batch
-    query, key, value = (
-      a.reshape(*x.shape[:2], 2, -1)
-      for a in jnp.split(x @ params["qkv"], 3, -1)
-    )
-    x = jax.nn.dot_product_attention(query, key, value, is_causal=True)
-    return mse(x.reshape(y.shape) @ params["out"], y)
-
-  params = {
-    "qkv": dense(FEATURES, 3 * FEATURES),
-    "out": dense(FEATURES, FEATURES, seed=1),
-  }
-  x = normal(2, LENGTH, FEATURES, seed=5)
-  return make_train_step(loss_fn, params, (x, x[:, ::-1]))
-
 
 def mixture_of_experts():
   """The router stays in float32, and balances the load of the experts."""

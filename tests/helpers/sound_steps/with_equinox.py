@@ -36,24 +36,15 @@ def _init_optimizer(model, filter_spec=eqx.is_inexact_array):
   return TX.init(eqx.filter(model, filter_spec))
 
 
-def _train(loss_fn, model, opt_state, *args, trained=None):
-  """Update a model, or the part of it that is trained."""
-  (_, aux), grads = ols.value_and_grad(
-    ols.autocast(loss_fn),
-    opt_state,
-    using=eqx.filter_value_and_grad,
-    has_aux=True,
-  )(model if trained is None else trained, *args)
+def _train(loss_fn, model, opt_state, *args, **kwargs):
+  """Return the new model, the new state and the value of the loss function."""
+  using = eqx.filter_value_and_grad
+  value, grads = ols.value_and_grad(
+    ols.autocast(loss_fn), opt_state, using=using, **kwargs
+  )(model, *args)
   params = eqx.filter(model, eqx.is_inexact_array)
-  updates, opt_state = TX.update(
-    grads, opt_state, params if trained is None else trained
-  )
-  return eqx.apply_updates(model, updates), opt_state, aux
-
-
-def _with_loss(loss_fn):
-  """Return a loss function whose auxiliary output is the loss."""
-  return lambda *args: (loss_fn(*args),) * 2
+  updates, opt_state = TX.update(grads, opt_state, params)
+  return eqx.apply_updates(model, updates), opt_state, value
 
 
 def partition_and_combine():
@@ -76,7 +67,8 @@ def frozen_backbone():
   def train_step(model, opt_state, batch):
     trained, backbone = eqx.partition(model, filter_spec)
     loss_fn = lambda trained: mse_loss_fn(eqx.combine(trained, backbone), batch)
-    return _train(_with_loss(loss_fn), model, opt_state, trained=trained)
+    trained, opt_state, loss = _train(loss_fn, trained, opt_state)
+    return eqx.combine(trained, backbone), opt_state, loss
 
   return train_step, (model, _init_optimizer(model, filter_spec), make_batch())
 
@@ -94,7 +86,7 @@ def train_state_module():
   @eqx.filter_jit
   def train_step(state, batch):
     model, opt_state, loss = _train(
-      _with_loss(mse_loss_fn), state.model, state.opt_state, batch
+      mse_loss_fn, state.model, state.opt_state, batch
     )
     return TrainState(model, opt_state, state.step + 1), loss
 
@@ -130,9 +122,8 @@ def batch_norm():
 
   @eqx.filter_jit
   def train_step(model, model_state, opt_state, images, labels):
-    model, opt_state, new_state = _train(
-      loss_fn, model, opt_state, model_state, images, labels
-    )
+    args = model, opt_state, model_state, images, labels
+    model, opt_state, (_, new_state) = _train(loss_fn, *args, has_aux=True)
     new_state = ols.select_if_finite(opt_state, new_state, model_state)
     return model, new_state, opt_state
 

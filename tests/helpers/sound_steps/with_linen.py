@@ -11,7 +11,6 @@ import optax
 from helpers.sound_steps import (
   CLASSES,
   cross_entropy,
-  FEATURES,
   HIDDEN,
   make_batch,
   make_image_batch,
@@ -26,14 +25,10 @@ class TrainState(train_state.TrainState):
   average: Any = None
 
 
-def _create_state(module, x, tx=None, **kwargs):
+def _create_state(module, x):
   variables = jax.jit(module.init)(jax.random.key(0), x)
-  return TrainState.create(
-    apply_fn=module.apply,
-    tx=tx or ols.with_loss_scaling(optax.adamw(1e-2)),
-    **variables,
-    **kwargs,
-  )
+  tx = ols.with_loss_scaling(optax.adamw(1e-2))
+  return TrainState.create(apply_fn=module.apply, tx=tx, **variables)
 
 
 def _make_regression_step(module, cast=ols.autocast, *, uses_key=False):
@@ -102,30 +97,6 @@ class DropoutNet(nn.Module):
 
 def dropout():
   return _make_regression_step(DropoutNet(), uses_key=True)
-
-
-class Block(nn.Module):
-  @nn.compact
-  def __call__(self, x, _=None):
-    return x + nn.tanh(nn.Dense(FEATURES)(nn.LayerNorm()(x))), None
-
-
-class ScannedNet(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    layers = nn.scan(
-      Block,
-      variable_axes={"params": 0},
-      split_rngs={"params": True},
-      length=3,
-    )
-    x, _ = layers()(x, None)
-    return nn.Dense(CLASSES)(nn.LayerNorm()(x))
-
-
-def scan_over_layers():
-  """As large language models do: one block is compiled."""
-  return _make_regression_step(ScannedNet())
 
 
 class HalfNet(nn.Module):

@@ -18,13 +18,13 @@ from helpers.sound_steps import (
 import optax_lossscale as ols
 
 
-class Mlp(nnx.Module):
-  def __init__(self, rngs):
-    self.up = nnx.Linear(FEATURES, HIDDEN, rngs=rngs)
-    self.down = nnx.Linear(HIDDEN, CLASSES, rngs=rngs)
-
-  def __call__(self, x):
-    return self.down(nnx.tanh(self.up(x)))
+def _make_mlp(activation=nnx.tanh):
+  rngs = nnx.Rngs(0)
+  return nnx.Sequential(
+    nnx.Linear(FEATURES, HIDDEN, rngs=rngs),
+    activation,
+    nnx.Linear(HIDDEN, CLASSES, rngs=rngs),
+  )
 
 
 def mse_loss_fn(model, batch):
@@ -46,17 +46,17 @@ def _train(loss_fn, model, optimizer, *args, **kwargs):
   return value
 
 
-def _make_in_place_step(model, loss_fn, batch, wrt=nnx.Param, **kwargs):
+def _make_in_place_step(model, wrt=nnx.Param, **kwargs):
   @nnx.jit
   def train_step(model, optimizer, batch):
-    return _train(loss_fn, model, optimizer, batch, **kwargs)
+    return _train(mse_loss_fn, model, optimizer, batch, **kwargs)
 
-  return train_step, (model, _make_optimizer(model, wrt), batch)
+  return train_step, (model, _make_optimizer(model, wrt), make_batch())
 
 
 def split_and_merge():
   """A pure function of the state, under ``jax.jit``."""
-  model = Mlp(nnx.Rngs(0))
+  model = _make_mlp()
   graphdef, state = nnx.split((model, _make_optimizer(model)))
 
   @jax.jit
@@ -70,7 +70,7 @@ def split_and_merge():
 
 def functional_optimizer():
   """A bare Optax optimizer, whose state is an argument."""
-  graphdef, params = nnx.split(Mlp(nnx.Rngs(0)))
+  graphdef, params = nnx.split(_make_mlp())
   loss_fn = lambda params, batch: mse_loss_fn(
     nnx.merge(graphdef, params), batch
   )
@@ -108,25 +108,15 @@ def batch_norm():
 
 def dropout():
   """The random keys are advanced in the model."""
-  rngs = nnx.Rngs(0, dropout=1)
-  model = nnx.Sequential(
-    nnx.Linear(FEATURES, HIDDEN, rngs=rngs),
-    nnx.relu,
-    nnx.Dropout(0.5, rngs=rngs),
-    nnx.Linear(HIDDEN, CLASSES, rngs=rngs),
-  )
-  return _make_in_place_step(model, mse_loss_fn, make_batch())
+  layer = nnx.Dropout(0.2, rngs=nnx.Rngs(dropout=1))
+  return _make_in_place_step(_make_mlp(layer))
 
 
 def biases_only():
   """A filter selects the parameters by their path."""
   biases = nnx.PathContains("bias")
   return _make_in_place_step(
-    Mlp(nnx.Rngs(0)),
-    mse_loss_fn,
-    make_batch(),
-    wrt=biases,
-    argnums=nnx.DiffState(0, biases),
+    _make_mlp(), wrt=biases, argnums=nnx.DiffState(0, biases)
   )
 
 
@@ -134,7 +124,7 @@ class Trainer(nnx.Module):
   """The step is a method of what is trained."""
 
   def __init__(self, rngs):
-    self.model = Mlp(rngs)
+    self.model = _make_mlp()
     self.optimizer = _make_optimizer(self.model)
 
   def train_step(self, batch):
