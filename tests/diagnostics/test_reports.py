@@ -5,7 +5,6 @@ import warnings
 
 from flax import nnx
 from helpers import mark_slow_params, step_mistakes, train_steps, whole_steps
-from helpers.step_mistakes import states
 from helpers.train_steps import BATCH, make_step, PARAMS
 import jax
 import jax.numpy as jnp
@@ -72,9 +71,6 @@ SILENT = {
   name: make
   for name, make in step_mistakes.LOOKALIKES.items()
   if "float32 gradients" not in name and name != "batches from a callback"
-} | {
-  "one of three tasks": states.make_task_step,
-  "delayed actor": states.make_delayed_actor_step,
 }
 
 

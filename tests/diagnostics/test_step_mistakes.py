@@ -7,7 +7,6 @@ from helpers.step_mistakes import (
   devices,
   gradients,
   results,
-  states,
   updates,
 )
 import jax
@@ -107,16 +106,6 @@ def test_each_mistake_in_the_scaling_of_a_usual_loss_is_found(name):
     causes = [problem.cause for problem in check_step(step, *args).problems]
     assert len(causes) == (expected is not None)
     assert all(expected in cause for cause in causes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "make",
-  [states.make_delayed_actor_step, states.make_task_step],
-)
-def test_an_update_in_a_branch_that_is_not_taken_is_no_mistake(make):
-  step, args = make()
-  assert check_step(step, *args).is_sound
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ from helpers.train_steps import (
   compute_unscaled_grads,
   jit_step,
   loss_fn,
-  make_step,
   map_grads,
   PARAMS,
   prepare_step,
@@ -30,6 +29,7 @@ from helpers.train_steps import (
 import optax_lossscale as ols
 
 _DEFAULT = ols.DynamicLossScale()
+_NUMBERS = np.random.default_rng(0)
 _FIRST_PARAMS = {"w": jnp.eye(4)}
 
 
@@ -171,17 +171,16 @@ def guarded(is_wanted):
   return prepare_step(guard=guard)
 
 
-def _make_frozen_step():
+@ols.autocast
+def _frozen_loss_fn(params, batch):
+  hidden = batch @ params["w"] + 1e30 * params["frozen"]
+  return jnp.mean(hidden**2)
+
+
+def _ignore_frozen(loss, params, state):
   """The gradient of the frozen part overflows, and is not used."""
-  loss = ols.autocast(
-    lambda p, x: jnp.mean((x @ p["w"] + 1e30 * p["frozen"]) ** 2)
-  )
-
-  def differentiate(_, params, state):
-    params = params | {"frozen": jnp.zeros(4)}
-    return {"w": ols.grad(loss, state)(params, BATCH)["w"]}
-
-  return make_step(differentiate)
+  params = params | {"frozen": jnp.zeros(4)}
+  return {"w": compute_grads(loss, params, state)["w"]}
 
 
 class _Hyperparameters(NamedTuple):
@@ -199,17 +198,12 @@ def _make_weighted_step():
   return jit_step(step, _Hyperparameters(jnp.float32(0.5)))
 
 
-def _draw_batches():
+def _draw_batch(loss, params, state):
   """Each run of the step has another batch, from the host."""
-  numbers = np.random.default_rng(0)
-  draw = lambda: numbers.normal(size=BATCH.shape).astype(np.float32)
+  draw = lambda: _NUMBERS.normal(size=BATCH.shape).astype(np.float32)
   shape = jax.ShapeDtypeStruct(BATCH.shape, jnp.float32)
-
-  def differentiate(loss, params, state):
-    batch = io_callback(draw, shape, ordered=True)
-    return ols.grad(loss_fn, state)(params, batch)
-
-  return make_step(differentiate)
+  batch = io_callback(draw, shape, ordered=True)
+  return ols.grad(loss_fn, state)(params, batch)
 
 
 def _make_update_step():
@@ -271,10 +265,6 @@ MISTAKES = {
     ),
     "penalty before unscaling": prepare_step(
       _add_grads(1, _penalty_grads, unscaled=True), policy=_DEFAULT
-    ),
-    "noise before unscaling": prepare_step(
-      _add_grads(1e-2, lambda *_: {"w": np.eye(4)}, unscaled=True),
-      policy=_DEFAULT,
     ),
   },
   (
@@ -361,7 +351,9 @@ LOOKALIKES = {
     _accumulate_in_while_loop(compute_grads)
   ),
   "retry with a lower scale": prepare_step(_retry_with_lower_scale),
-  "frozen part that overflows": _make_frozen_step,
+  "frozen part that overflows": prepare_step(
+    _ignore_frozen, loss_fn=_frozen_loss_fn
+  ),
   "float32 gradients without a scale": prepare_step(
     compute_unscaled_grads,
     loss_fn=lambda params, x: jnp.mean(jnp.tanh(x @ params["w"]) ** 2),
@@ -369,7 +361,7 @@ LOOKALIKES = {
   "float32 gradients that never overflow": prepare_step(
     loss_fn=lambda params, x: jnp.mean((x @ params["w"]) ** 2)
   ),
-  "batches from a callback": _draw_batches,
+  "batches from a callback": prepare_step(_draw_batch),
   "argument called loss_scale": _make_weighted_step,
 }
 

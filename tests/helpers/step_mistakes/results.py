@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from helpers.step_mistakes.states import make_epoch, make_gan_step, POLICIES
+from helpers.step_mistakes.states import make_gan_step, POLICIES
 from helpers.train_steps import (
   BATCH,
   loss_fn,
@@ -20,6 +20,7 @@ from helpers.train_steps import (
   POLICY,
   prepare_result,
   prepare_step,
+  scan_steps,
   TX,
   where,
 )
@@ -142,15 +143,12 @@ MISTAKES = {
     "old state, and an error after an overflow": raise_if(
       lambda finite: ~finite, lambda old, new: (new[0], old[1])
     ),
-    "old state in the carry of a scan": functools.partial(
-      make_epoch, lambda old, new: (new[0], old[1])
+    "old state in the carry of a scan": prepare_step(
+      wrap=lambda step: scan_steps(step, lambda old, new: (new[0], old[1]))
     ),
   },
   ("does not return the opt_state", _RETURN): {
     "no state": prepare_result(lambda old, new: new[0]),
-    "list of parameters": prepare_result(
-      lambda old, new: jax.tree.leaves(new[0])
-    ),
   },
   ("returns an old state of the inner optimizer", _RETURN): {
     "old inner state": prepare_result(_keep_inner_state, inner=optax.adam(1e-2))

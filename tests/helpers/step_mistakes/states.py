@@ -8,7 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from helpers.step_mistakes.gradients import make_closed_step, unscale_twice
+from helpers.step_mistakes.gradients import (
+  make_closed_step,
+  unscale_twice,
+)
 from helpers.train_steps import (
   apply_updates,
   BATCH,
@@ -153,12 +156,7 @@ def _make_first_state_epoch():
   return jax.jit(epoch), args
 
 
-def make_epoch(combine):
-  step, args = make_step()
-  return scan_steps(step, combine), args
-
-
-def make_task_step():
+def _make_task_step():
   """One of three losses is chosen when the step runs."""
 
   @jax.jit
@@ -189,7 +187,7 @@ def _make_delayed_step():
   return jit_step(epoch)
 
 
-def make_delayed_actor_step():
+def _make_delayed_actor_step():
   """The actor waits in every second step, as in TD3."""
 
   @jax.jit
@@ -337,6 +335,8 @@ MISTAKES = {
 
 LOOKALIKES = {
   "two optimizers": make_gan_step,
+  "one of three tasks": _make_task_step,
+  "delayed actor": _make_delayed_actor_step,
   "delayed update": _make_delayed_step,
   "update in every third iteration": _make_waiting_epoch,
   "scale without a name": _make_own_state_step,
@@ -350,7 +350,7 @@ LOOKALIKES = {
   "momentum inside of the wrapper": prepare_step(
     inner=optax.chain(optax.trace(0.9), optax.sgd(0.1))
   ),
-  "scan of steps": functools.partial(make_epoch, lambda old, new: new),
+  "scan of steps": prepare_step(wrap=scan_steps),
   "population": lambda: make_population(*make_step()),
 }
 
