@@ -78,13 +78,6 @@ def _ctc(y, b):
   )
 
 
-def _triplet(y, b):
-  anchor, positive, negative = y[:2], y[2:4], y[4:6]
-  near = jnp.sum((anchor - positive) ** 2, 1)
-  far = jnp.sum((anchor - negative) ** 2, 1)
-  return jnp.mean(jnp.maximum(near - far + 1, 0))
-
-
 def _solve(y, b):
   matrix = y.T @ y + jnp.eye(4)
   return jnp.sum(jnp.linalg.solve(matrix, b["target"].T) ** 2)
@@ -111,13 +104,6 @@ def _segments(y, b):
   sums = jax.ops.segment_sum(y, b["segments"], 3)
   counts = jax.ops.segment_sum(jnp.ones(8, int), b["segments"], 3)
   return jnp.mean((sums / counts[:, None]) ** 2)
-
-
-def _routed(y, b):
-  gate = jax.nn.softmax(y)
-  expert = jax.nn.one_hot(jnp.argmax(y, -1), 4)
-  load = jnp.mean(expert, 0)
-  return jnp.mean((gate * expert) ** 2) + jnp.sum(load * jnp.mean(gate, 0))
 
 
 def _scan(y, b):
@@ -176,15 +162,11 @@ LOSSES = {
   "one-hot": lambda y, b: (
     -jnp.mean(jax.nn.log_softmax(y) * jax.nn.one_hot(b["labels"], 4, dtype=int))
   ),
-  "picked": lambda y, b: (
-    -jnp.mean(jax.nn.log_softmax(y)[jnp.arange(8), b["labels"]])
-  ),
   "sigmoid": lambda y, b: jnp.mean(
     optax.sigmoid_binary_cross_entropy(y, b["bits"])
   ),
   "ctc": _ctc,
   "ntxent": lambda y, b: optax.ntxent(y, b["labels"]),
-  "triplet": _triplet,
   "ranking": lambda y, b: optax.losses.ranking_softmax_loss(
     y[:, 0], b["weights"].astype(jnp.float32), where=b["mask"]
   ),
@@ -197,7 +179,6 @@ LOSSES = {
   "solve": _solve,
   "zero times a triangular solve": _triangular,
   "segments": _segments,
-  "mixture of experts": _routed,
   "masked recurrence": _scan,
   "policy gradient": _ppo,
   "straight-through": _straight_through,
