@@ -12,6 +12,7 @@ it, whichever this is.
 """
 
 import collections
+import itertools
 import os
 from typing import NamedTuple
 
@@ -61,7 +62,7 @@ class Usage(NamedTuple):
 
 
 _compiled: list[str] = []  # The names of all programs of this process.
-_usage_by_folder: dict[str, Usage] = collections.defaultdict(Usage)
+_usages: dict[str, list[Usage]] = collections.defaultdict(list)  # By folder.
 
 
 def _record_program(event, duration, fun_name="", **kwargs):
@@ -144,46 +145,42 @@ def pytest_runtest_logreport(report):
   if report.when != "call" or usage is None:
     return
   *folders, _ = report.nodeid.split("::")[0].split("/")
-  folder = "/".join(folders[:2])
-  _usage_by_folder[folder] = _add(_usage_by_folder[folder], usage)
+  _usages["/".join(folders[:2])].append(Usage(*usage))
 
 
 def pytest_sessionfinish(session):
-  is_over = _sum_usage().programs > MAX_PROGRAMS_OF_ALL
+  is_over = _sum_all().programs > MAX_PROGRAMS_OF_ALL
   is_passed = session.exitstatus == pytest.ExitCode.OK
   if session.config.getoption("quick_budget") and is_over and is_passed:
     session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter):
-  if not _usage_by_folder or terminalreporter.verbosity < 0:
+  if not _usages or terminalreporter.verbosity < 0:
     return
   terminalreporter.section("quick tests")
-  rows = [*sorted(_usage_by_folder.items()), ("all", _sum_usage())]
+  rows = [(name, _sum(usages)) for name, usages in sorted(_usages.items())]
   terminalreporter.line(
     f"{'':24}{'tests':>7}{'programs':>10}{'operations':>12}{'CPU s':>8}"
   )
-  for name, usage in rows:
+  for name, usage in [*rows, ("all", _sum_all())]:
     terminalreporter.line(
       f"{name:24}{usage.tests:7}{usage.programs:10}{usage.operations:12}"
       f"{usage.seconds:8.1f}"
     )
-  if _sum_usage().programs > MAX_PROGRAMS_OF_ALL:
+  if _sum_all().programs > MAX_PROGRAMS_OF_ALL:
     terminalreporter.line(
       f"The budget of all quick tests is {MAX_PROGRAMS_OF_ALL} programs. Mark"
       " tests with @pytest.mark.slow: see tests/README.md."
     )
 
 
-def _sum_usage():
-  total = Usage()
-  for usage in _usage_by_folder.values():
-    total = _add(total, usage)
-  return total
+def _sum(usages):
+  return Usage(*map(sum, zip(*usages, strict=True)))
 
 
-def _add(usage, other):
-  return Usage(*(x + y for x, y in zip(usage, other, strict=True)))
+def _sum_all():
+  return _sum(itertools.chain.from_iterable(_usages.values()))
 
 
 def _get_cpu_seconds():
