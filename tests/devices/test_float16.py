@@ -84,7 +84,7 @@ def test_under_jit_the_mean_over_the_whole_batch_is_the_fix(is_mean):
 def test_gradients_cast_to_float32_before_a_psum_are_summed_in_float32():
   """check_vma=False and pmap: what ols.grad returns is float32 already."""
   sum_grads = lambda w, x: lax.psum(ols.grad(sum_in_half, STATE)(w, x), "data")
-  fun = map_to_8_devices(sum_grads, P(), P("data"))
+  fun = map_to_8_devices(sum_grads, (P(), P("data")))
   for w in (np.float32(1), np.float16(1)):
     grad = fun(w, make_examples(8))
     assert (grad.dtype, grad) == (jnp.float32, 8 * PER_DEVICE / SCALE)
@@ -127,15 +127,8 @@ def sum_true(dtype):
   return fun
 
 
-def map_to_8_devices(fun, *in_specs):
-  fun = jax.shard_map(
-    fun,
-    mesh=sharding.make_mesh((8,), ("data",)),
-    in_specs=in_specs or (P(), P(), P("data")),
-    out_specs=P(),
-    check_vma=False,
-  )
-  return jax.jit(fun)
+def map_to_8_devices(fun, *args):
+  return sharding.map_step(fun, sharding.make_mesh((8,), ("data",)), *args)
 
 
 def make_params_and_batch():
@@ -195,14 +188,10 @@ def test_a_sum_that_keeps_the_scale_trains_and_skips_on_all_devices():
 def compute_device_sum(loss, n_devices):
   """The gradient under shard_map, and the dtypes of the sums in it."""
   mesh = sharding.make_mesh((n_devices,), ("data",))
-  fun = jax.shard_map(
-    lambda w, x: ols.grad(loss, STATE)(w, x),
-    mesh=mesh,
-    in_specs=(P(), P("data")),
-    out_specs=P(),
-  )
+  compute = lambda w, x: ols.grad(loss, STATE)(w, x)
+  fun = sharding.map_step(compute, mesh, (P(), P("data")), check_vma=True)
   args = np.float32(1), make_examples(n_devices)
-  return jax.jit(fun)(*args), list_sum_dtypes(fun, *args)
+  return fun(*args), list_sum_dtypes(fun, *args)
 
 
 def make_examples(n_devices):

@@ -23,6 +23,16 @@ def make_mesh(shape, names, axis_type=AxisType.Auto):
   )
 
 
+# The parameters, the state of the optimizer and the batch.
+_STEP_SPECS = P(), P(), P("data")
+
+
+def map_step(fun, mesh, in_specs=_STEP_SPECS, *, check_vma=False):
+  """Return a step whose devices each receive a part of the last argument."""
+  options = {"in_specs": in_specs, "out_specs": P(), "check_vma": check_vma}
+  return jax.jit(jax.shard_map(fun, mesh=mesh, **options))
+
+
 def to_named_shardings(mesh, specs):
   """PartitionSpecs to NamedShardings."""
   return jax.tree.map(

@@ -160,14 +160,8 @@ def _device_step(check_vma, **kwargs):
 
 def _in_shard_map(check_vma, wrap_step=lambda fun: fun, **kwargs):
   def wrap(step):
-    mapped = jax.shard_map(
-      wrap_step(step),
-      mesh=sharding.make_mesh((4,), ("data",)),
-      in_specs=(P(), P(), P("data")),
-      out_specs=P(),
-      check_vma=check_vma,
-    )
-    return jax.jit(mapped)
+    mesh = sharding.make_mesh((4,), ("data",))
+    return sharding.map_step(wrap_step(step), mesh, check_vma=check_vma)
 
   return _device_step(check_vma, wrap=wrap, **kwargs)
 

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 import optax
 
 from helpers.devices import require_devices
-from helpers.sharding import make_mesh
+from helpers.sharding import make_mesh, map_step
 from helpers.train_steps import (
   BATCH,
   compute_scaled_grads,
@@ -65,18 +65,12 @@ def half_precision_all_reduce():
     average = lambda g: lax.psum(g / lax.axis_size("data"), "data")
     return jax.tree.map(average, grads)
 
-  on_devices = lambda step: jax.shard_map(
-    step,
-    mesh=make_mesh((4,), ("data",)),
-    in_specs=(P(), P(), P("data")),
-    out_specs=P(),
-    check_vma=False,
-  )
+  mesh = make_mesh((4,), ("data",))
   return make_step(
     compute_grads,
     loss_fn=half_loss_fn,
     inner=ADAM,
-    wrap=on_devices,
+    wrap=lambda step: map_step(step, mesh),
     axis_name="data",
     grads_are_scaled=True,
   )

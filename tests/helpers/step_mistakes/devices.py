@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from helpers.sharding import make_mesh, P
+from helpers.sharding import make_mesh, map_step, P
 from helpers.train_steps import apply_updates, BATCH, loss_fn, PARAMS
 import optax_lossscale as ols
 
@@ -22,13 +22,7 @@ def _make_devices_step(*, averages=True, shape=(4,), axes=("data",)):
     grads = lax.pmean(grads, "data") if averages else grads
     return *apply_updates(tx, grads, params, state), loss
 
-  on_devices = jax.shard_map(
-    step,
-    mesh=make_mesh(shape, axes),
-    in_specs=(P(), P(), P("data")),
-    out_specs=P(),
-    check_vma=False,
-  )
+  on_devices = map_step(step, make_mesh(shape, axes))
   return on_devices, (PARAMS, tx.init(PARAMS), BATCH)
 
 
