@@ -32,26 +32,21 @@ def measure_step(device, tx, *, leaves=4, side=SIDE, dtype=jnp.float32):
 
 def measure_steps(device):
   """By name, the figures of bare Optax and of ours."""
-  pairs = {}
-  for name, options in {
-    "float32 gradients": {},
-    "float16 gradients": {"dtype": jnp.float16},
-    "bfloat16 gradients": {"dtype": jnp.bfloat16},
-    "100 leaves": {"leaves": 100, "side": 128},
-  }.items():
-    adam = optax.adam(1e-3)
-    pairs[name] = adam, ols.with_loss_scaling(adam), options
-  adam = optax.adam(1e-3, mu_dtype=jnp.bfloat16)
-  pairs["bfloat16 moments"] = adam, ols.with_loss_scaling(adam), {}
-  adamw = optax.adamw(1e-3)
-  pairs["clipped"] = (
-    optax.chain(optax.clip_by_global_norm(1.0), adamw),
-    ols.with_loss_scaling(adamw, max_norm=1.0),
-    {},
-  )
+  adam, adamw = optax.adam(1e-3), optax.adamw(1e-3)
+  half_adam = optax.adam(1e-3, mu_dtype=jnp.bfloat16)
+  clipped = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+  scale = ols.with_loss_scaling
+  cases = {
+    "float32 gradients": (adam, scale(adam), {}),
+    "float16 gradients": (adam, scale(adam), {"dtype": jnp.float16}),
+    "bfloat16 gradients": (adam, scale(adam), {"dtype": jnp.bfloat16}),
+    "100 leaves": (adam, scale(adam), {"leaves": 100, "side": 128}),
+    "bfloat16 moments": (half_adam, scale(half_adam), {}),
+    "clipped": (clipped, scale(adamw, max_norm=1.0), {}),
+  }
   return {
     name: [measure_step(device, tx, **options) for tx in (bare, ours)]
-    for name, (bare, ours, options) in pairs.items()
+    for name, (bare, ours, options) in cases.items()
   }
 
 
