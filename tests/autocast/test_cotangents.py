@@ -7,6 +7,7 @@ a broadcast, whose transpose is a sum.
 
 import functools
 import inspect
+import itertools
 
 from helpers import autocast_ops, mark_slow_params, matmul_flops, sharding
 from helpers.bits import assert_close, assert_functions_close
@@ -98,10 +99,10 @@ PRODUCTS = {
     a, jnp.stack([b, 2 * b]), jnp.array([1, 3])
   ),
 }
+# A moved value is batched, if either operand is.
 BATCHINGS = [
-  (name, axes)
-  for name in (*autocast_ops.DATA_MOVEMENT, *PRODUCTS)
-  for axes in ((0, None), (None, 0), (0, 0), (None, None))
+  *itertools.product(PRODUCTS, [(0, None), (None, 0), (0, 0), (None, None)]),
+  *itertools.product(autocast_ops.DATA_MOVEMENT, [(0, 0), (None, None)]),
 ]
 QUICK_BATCHINGS = [("slice", (0, 0)), ("dot_general", (0, None))]
 

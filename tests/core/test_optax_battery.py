@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import json
 import os
 import platform
@@ -117,14 +118,18 @@ WRAPPINGS = [
 ]
 
 
-@pytest.mark.parametrize("name", mark_slow_params(QUICK, FACTORIES))
+# Each optimizer in float16, and each wrapping of a few; the others are nightly.
+CASES = [*itertools.product(WRAPPINGS, FACTORIES)]
+FEW = [case for case in CASES if case[0] is WRAPPINGS[0] or case[1] in QUICK]
+
+
 @pytest.mark.parametrize(
-  "wrapping",
-  mark_slow_params(WRAPPINGS[:1], WRAPPINGS),
-  ids=lambda x: f"{x[0].__name__} in {x[1]}",
+  "case",
+  mark_slow_params([(WRAPPINGS[0], x) for x in QUICK], CASES, FEW),
+  ids=lambda x: f"{x[0][0].__name__} in {x[0][1]}, {x[1]}",
 )
-def test_types_are_stable(name, wrapping):
-  make_tx, dtype = wrapping
+def test_types_are_stable(case):
+  (make_tx, dtype), name = case
   if make_tx is accumulate_inside and name.endswith(".dpsgd"):
     return  # Gradients of each example cannot be accumulated, as Optax says.
   with jax.enable_x64(dtype == "float64"):

@@ -24,9 +24,8 @@ MODES = {
   "no_jit": jax.disable_jit,
 }
 OPTIONS = {
-  "true_gradients": {},
-  "scaled_and_clipped": {"grads_are_scaled": True, "max_norm": 1.0},
-  "check_updates": {"check_updates": True},
+  "none": {},
+  "all": {"grads_are_scaled": True, "max_norm": 1.0, "check_updates": True},
 }
 
 

@@ -142,25 +142,17 @@ GROUPS = [(name, i) for name in SYSTEMS for i in range(len(load_cases(name)))]
 QUICK = [(name, 1) for name in SYSTEMS]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("group", GROUPS, ids=str)
-def test_policies_reproduce_each_recorded_trajectory(group):
-  name, number = group
-  system = SYSTEMS[name]
-  for case in load_cases(name)[number]:
-    settings = case["settings"]
-    check_trajectory(system, case, case, *system.start(settings), first=0)
-
-
 @pytest.mark.parametrize("group", mark_slow_params(QUICK, GROUPS), ids=str)
-def test_policies_continue_from_a_saved_state_like_the_other_system(group):
+def test_policies_move_like_the_other_system_also_from_a_saved_state(group):
   name, number = group
   system = SYSTEMS[name]
   for case in load_cases(name)[number]:
-    half, scales = case["half"], encoding.decode_runs(case["scale"])
+    settings, half = case["settings"], case["half"]
+    check_trajectory(system, case, case, *system.start(settings), first=0)
+    scales = encoding.decode_runs(case["scale"])
     before = encoding.decode_scale(scales[half - 1]) if half else 1.0
     if interop_replay.is_in_range(before):  # or refused: see test_errors.py
-      resumed = system.resume(case["settings"], case["saved"])
+      resumed = system.resume(settings, case["saved"])
       theirs = case.get("restored", case)
       check_trajectory(system, case, theirs, *resumed, first=half)
 
