@@ -28,22 +28,15 @@ def test_arguments_and_results_may_be_any_objects():
     assert mode == "train" and rest == (3, None) and activation is jnp.tanh
     if rest[0] > 2:  # A number stays a number.
       y = activation(x @ W)
-    return {
-      "y": y,
-      "x": x,
-      "none": None,
-      "thing": [thing, mode],
-      "n": rest[0],
-      "host": table["host"],
-    }
+    return table | {"y": y, "x": x, "thing": [thing, mode], "n": rest[0]}
 
   table = {"host": np.arange(3)}
-  out = ols.autocast(fun)("train", X, 3, None, activation=jnp.tanh, table=table)
+  half = ols.autocast(fun)
+  out = half("train", X, 3, None, activation=jnp.tanh, table=table)
   assert out["thing"] == [thing, "train"] and out["n"] == 3
   assert out["x"] is X and out["host"] is table["host"]
   assert out["y"].dtype == jnp.float32
-  assert ols.autocast(fun).__name__ == "fun"
-  assert ols.autocast(fun).__doc__ == "A docstring."
+  assert (half.__name__, half.__doc__) == ("fun", "A docstring.")
 
 
 @pytest.mark.parametrize("kind", [dict, functools.partial(defaultdict, None)])

@@ -4,6 +4,7 @@ import collections
 import re
 from typing import NamedTuple
 
+from flax import nnx
 from helpers import find_line_number, jaxprs, mark_slow_params
 from helpers.planted_layers import normal
 import jax
@@ -57,38 +58,32 @@ def net(first, second=other):
 
 
 BLOCK = jax.jit(kept)  # One jaxpr, called from two scopes.
-step = lambda fun, w: lambda x, _: (fun(x, w), None)
+
+
+def scan_once(fun):
+  """Return a function that calls another one in a loop of one step."""
+  return lambda x, w: lax.scan(
+    lambda x, _: (fun(x, w), None), x, None, length=1
+  )[0]
+
+
+def branch(fun):
+  return lambda x, w: lax.cond(x[0, 0] > 0, fun, fun, x, w)
+
+
+in_a = lambda fun: with_scope("a", fun)
 # From a function that may mark another one, to a program.
 PROGRAMS = {
-  "plain": lambda mark: net(with_scope("a", mark(kept))),
-  "called": lambda mark: net(with_scope("a", mark(BLOCK)), BLOCK),
-  "calling": lambda mark: net(jax.jit(with_scope("a", mark(kept)))),
-  "scanned": lambda mark: net(
-    lambda x, w: lax.scan(
-      step(with_scope("a", mark(kept)), w), x, None, length=1
-    )[0]
-  ),
-  "scanning": lambda mark: net(
-    with_scope(
-      "a",
-      mark(lambda x, w: lax.scan(step(kept, w), x, None, length=1)[0]),
-    )
-  ),
-  "mapped": lambda mark: net(
-    jax.vmap(with_scope("a", mark(kept)), in_axes=(0, None))
-  ),
-  "checkpointed": lambda mark: net(jax.checkpoint(with_scope("a", mark(kept)))),
-  "branched": lambda mark: net(
-    lambda x, w: lax.cond(
-      x[0, 0] > 0,
-      with_scope("a", mark(kept)),
-      with_scope("a", mark(kept)),
-      x,
-      w,
-    )
-  ),
+  "plain": lambda mark: net(in_a(mark(kept))),
+  "called": lambda mark: net(in_a(mark(BLOCK)), BLOCK),
+  "calling": lambda mark: net(jax.jit(in_a(mark(kept)))),
+  "scanned": lambda mark: net(scan_once(in_a(mark(kept)))),
+  "scanning": lambda mark: net(in_a(mark(scan_once(kept)))),
+  "mapped": lambda mark: net(jax.vmap(in_a(mark(kept)), in_axes=(0, None))),
+  "checkpointed": lambda mark: net(jax.checkpoint(in_a(mark(kept)))),
+  "branched": lambda mark: net(branch(in_a(mark(kept)))),
   "with a rule": lambda mark: net(
-    with_scope("a", mark(lambda x, w: ruled(x, w)))  # called
+    in_a(mark(lambda x, w: ruled(x, w)))  # called
   ),
 }
 unmarked = lambda fun: fun
@@ -130,18 +125,16 @@ def test_a_name_keeps_a_matmul_and_its_derivatives_in_float32(program, name):
     assert get_a_and_b_dtypes(cast, W, X) == ({"float32"}, {"float16"})
 
 
+NAMES_OF_A_LINE = (
+  "{file}:{number} (kept)",
+  "{file} (kept)",
+  "{file}:{number}",
+  "{file}:*(kept)",
+  "net at {file}:{number} (kept)",
+)
 BY_LINE = [
-  ("checkpointed", "{file}:{number} (kept)"),
-  *(
-    ("scanned", name)
-    for name in (
-      "{file}:{number} (kept)",
-      "{file} (kept)",
-      "{file}:{number}",
-      "{file}:*(kept)",
-      "net at {file}:{number} (kept)",
-    )
-  ),
+  ("checkpointed", NAMES_OF_A_LINE[0]),
+  *(("scanned", name) for name in NAMES_OF_A_LINE),
 ]
 
 
@@ -152,6 +145,26 @@ def test_a_marked_function_and_its_derivatives_run_in_float32(program):
   for cast in jax.grad(ols.autocast(fun)), ols.autocast(jax.grad(fun)):
     assert count_matmuls_by_scope(cast, W, X).total() == count
     assert get_a_and_b_dtypes(cast, W, X) == ({"float32"}, {"float16"})
+
+
+def test_only_keep_float32_keeps_a_function_in_float32():
+  inner = with_scope("do_keep_float32", kept)
+  cast = ols.autocast(with_scope("keep_float32_not", inner))
+  assert jaxprs.count_matmuls_by_dtype(cast, X, W) == {"float16": 1}
+
+
+def test_a_kept_function_retains_its_name_attributes_and_arguments():
+  def block(x, *, n):
+    """A docstring."""
+    return x + n
+
+  block.version = 3
+  marked = ols.keep_float32(block)
+  assert (marked.__name__, marked.__doc__) == ("block", "A docstring.")
+  assert marked.version == 3 and marked(1, n=2) == 3
+  # The attributes of a layer are not copied.
+  layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+  assert not hasattr(ols.keep_float32(layer), "kernel")
 
 
 @pytest.mark.parametrize(("program", "name"), BY_LINE)
@@ -191,9 +204,7 @@ def test_a_name_may_select_matmuls_of_a_nondifferentiable_rule():
 
   refuses.defvjp(rule, rule)
   fun = lambda w, x: refuses(x, w) + x @ w
-  message = (
-    "'unknown' selects no matmul .* The nearest .* autocast can't inspect"
-  )
+  message = "'unknown' selects no matmul .* The nearest .* can't inspect"
   cast = ols.autocast(fun, keep_float32="unknown")
   with pytest.warns(UserWarning, match=message):
     cast(W, X)
@@ -268,19 +279,17 @@ def test_any_line_of_the_call_stack_of_a_matmul_selects_it(name, wrap):
 
 
 def test_a_line_outside_of_the_function_selects_nothing():
-  def step(w, x, name):
+  def step(w, x):
+    name = f"{HERE}:{find_line_number('outside', __file__)}"
     return ols.autocast(plain, keep_float32=name)(w, x)  # outside
 
-  assert step(W, X, "net") is not None
   with pytest.raises(ValueError, match="selects no matmul"):
-    jax.jit(step, static_argnums=2)(
-      W, X, f"{HERE}:{find_line_number('outside', __file__)}"
-    )
+    jax.jit(step)(W, X)
 
 
 def test_the_error_names_lines_of_all_callers():
+  name = f"{HERE}:{find_line_number('net', __file__)} (ne)"
   with pytest.raises(ValueError, match=r"\(net\)"):
-    name = f"{HERE}:{find_line_number('net', __file__)} (ne)"
     ols.autocast(with_a_helper(jax.jit), keep_float32=name)(W, X)
 
 

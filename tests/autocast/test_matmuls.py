@@ -22,17 +22,19 @@ W = TABLE[:4] @ TABLE[:4].T + np.eye(4, dtype=np.float32)
 TABLE = jnp.asarray(TABLE)
 
 
-@jax.custom_vjp
-def lookup(table, ids):
-  return table[ids]
+def make_lookup(dtype):
+  """Return an indexing function whose rule has a matmul with this dtype."""
+
+  def backward(kept, g):
+    size, ids = kept
+    return jax.nn.one_hot(ids, size, dtype=dtype).T @ g, None
+
+  fun = jax.custom_vjp(lambda table, ids: table[ids])
+  fun.defvjp(lambda t, i: (t[i], (t.shape[0], i)), backward)
+  return fun
 
 
-def lookup_backward(kept, g):
-  size, ids = kept
-  return jax.nn.one_hot(ids, size).T @ g, None
-
-
-lookup.defvjp(lambda t, i: (t[i], (t.shape[0], i)), lookup_backward)
+lookup, lookup_in_half = make_lookup(jnp.float32), make_lookup(jnp.float16)
 
 
 def embedding(table):
@@ -56,11 +58,9 @@ def closed_over(table):
   return jnp.sum(jnp.tanh(table)), lambda g: g * (table @ W)
 
 
-def a_function_of_jax():
-  # The function is JAX's own, and its rule is not.
-  fun = jax.custom_vjp(jnp.sin)
-  fun.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g @ (x.T @ x),))
-  return lambda table: jnp.sum(fun(table))
+# The function is JAX's own, and its rule is not.
+sin = jax.custom_vjp(jnp.sin)
+sin.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g @ (x.T @ x),))
 
 
 def shared_between_devices(table):
@@ -82,7 +82,7 @@ LOSSES = {
   "an embedding": (embedding, TABLE, 1),
   "a determinant": (log_determinant, W, 1),
   "a gradient that closes over": (closed_over, TABLE, 1),
-  "a function of JAX": (a_function_of_jax(), TABLE, 2),
+  "a function of JAX": (lambda table: jnp.sum(sin(table)), TABLE, 2),
 }
 WITHIN = {
   "unchanged": lambda f: f,
@@ -121,21 +121,6 @@ def test_a_rule_stays_in_float32_if_it_is_marked():
   loss = ols.keep_float32(embedding)
   half = ols.autocast(lambda table: loss(table) + jnp.sum(table.T @ table))
   assert jaxprs.count_matmuls_by_dtype(jax.grad(half), TABLE)["float32"] == 1
-
-
-@jax.custom_vjp
-def lookup_in_half(table, ids):
-  return table[ids]
-
-
-def lookup_in_half_backward(kept, g):
-  size, ids = kept
-  return jax.nn.one_hot(ids, size, dtype=jnp.float16).T @ g, None
-
-
-lookup_in_half.defvjp(
-  lambda t, i: (t[i], (t.shape[0], i)), lookup_in_half_backward
-)
 
 
 def test_a_matmul_of_a_rule_with_an_operand_in_half_precision_is_cast():
@@ -201,18 +186,14 @@ X = normal(4, 8, seed=1)
 PARAMS = {"first": normal(8, 8, seed=2), "second": normal(8, 8, seed=3)}
 
 
-inner = custom_rules.add_custom_vjp(lambda w, x: jnp.tanh(x @ w))
-
-
-again = custom_rules.add_recomputing_vjp(lambda w, x: jnp.tanh(x @ w))
-
-
-def add_two_calls(rule):
-  return lambda params, x: rule(params["first"], x) @ params["second"]
+dense = lambda w, x: jnp.tanh(x @ w)
+inner = custom_rules.add_custom_vjp(dense)
+again = custom_rules.add_recomputing_vjp(dense)
 
 
 def loss(rule, wrap=lambda fun: fun):
-  around = wrap(custom_rules.add_custom_jvp(add_two_calls(rule)))
+  two_calls = lambda params, x: rule(params["first"], x) @ params["second"]
+  around = wrap(custom_rules.add_custom_jvp(two_calls))
   return lambda params, x: jnp.mean(around(params, x) ** 2)
 
 
@@ -253,15 +234,13 @@ def test_matmuls_of_a_nested_rule_run_in_half_precision_and_have_names(name):
 
 def test_gradients_of_several_weights_in_a_rule_have_the_name_of_each():
   of_two = lambda params, x: jnp.tanh(x @ params["first"]) @ params["second"]
-  fun = lambda params, x: jnp.mean(net(params, x) ** 2)
   net = custom_rules.add_custom_jvp(custom_rules.add_custom_vjp(of_two))
-  found = collections.Counter(
-    list_matmuls(jax.grad(ols.autocast(fun)), PARAMS, X)
-  )
-  plain = lambda params, x: jnp.mean(of_two(params, x) ** 2)
-  least = collections.Counter(
-    list_matmuls(jax.grad(ols.autocast(plain)), PARAMS, X)
-  )
+
+  def count(net):
+    fun = ols.autocast(lambda params, x: jnp.mean(net(params, x) ** 2))
+    return collections.Counter(list_matmuls(jax.grad(fun), PARAMS, X))
+
+  found, least = count(net), count(of_two)
   if hijax.is_enabled("jax_custom_vjp3"):
     # The tangent does not show which gradient belongs to which weight.
     assert set(found) - {("", "float16")} == set(least)
@@ -285,13 +264,14 @@ def test_a_nested_rule_is_kept_by_a_name_and_by_keep_float32():
 def test_a_nested_rule_may_be_mapped_from_outside():
   gradients = jax.grad(ols.autocast(loss(inner))), jax.grad(loss(inner))
   half, exact = (jax.vmap(fun, (None, 0)) for fun in gradients)
-  x = jnp.stack([X, 2 * X])
-  assert_functions_close(half, exact, PARAMS, x)
+  assert_functions_close(half, exact, PARAMS, jnp.stack([X, 2 * X]))
+
+
+clip = jax.custom_vjp(lambda x: x)
+clip.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -1, 1),))
 
 
 def test_a_tangent_without_matmuls_is_unchanged():
-  clip = jax.custom_vjp(lambda x: x)
-  clip.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -1, 1),))
   net = custom_rules.add_custom_jvp(lambda params, x: clip(x @ params["first"]))
   fun = lambda params, x: jnp.sum(net(params, x))
   half = jax.grad(ols.autocast(fun))
@@ -308,8 +288,6 @@ def test_a_jvp_of_a_custom_vjp_is_refused_as_without_autocast():
 
 
 def test_the_name_of_a_rule_without_matmuls_selects_none():
-  clip = jax.custom_vjp(lambda x: x)
-  clip.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -1, 1),))
   bounded = jax.named_scope("bounded")(clip)
   fun = lambda w, x: jnp.sum(bounded(x @ w))
   with pytest.raises(ValueError, match="'bounded' selects no matmul"):

@@ -22,17 +22,11 @@ EXACT = jnp.float32(jnp.float16(A) @ jnp.float16(B))  # A @ B in half precision
 @pytest.mark.parametrize("setting", ["highest", "float32"])
 def test_a_global_highest_precision_applies_to_each_matmul(setting):
   fun = lambda a, b: a @ b
-  with (
-    jax.default_matmul_precision(setting),
-    pytest.warns(UserWarning, match="jax.default_matmul_precision"),
-  ):
-    assert jaxprs.count_matmuls_by_dtype(ols.autocast(fun), A, B) == {
-      "float32": 1
-    }
+  warns = pytest.warns(UserWarning, match="jax.default_matmul_precision")
+  with jax.default_matmul_precision(setting), warns:
+    assert jaxprs.list_half_primitives(ols.autocast(fun), A, B) == set()
   with jax.default_matmul_precision("bfloat16"):
-    assert jaxprs.count_matmuls_by_dtype(ols.autocast(fun), A, B) == {
-      "float16": 1
-    }
+    assert jaxprs.list_half_primitives(ols.autocast(fun), A, B)
 
 
 def test_float64_matmuls_are_unchanged():
@@ -43,24 +37,11 @@ def test_float64_matmuls_are_unchanged():
     assert jax.eval_shape(ols.autocast(wide), A, B).dtype == np.float64
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_ragged_dot_with_any_weights_runs_in_half_precision(dtype):
-  x, w, sizes = jnp.ones((6, 4)), jnp.ones((2, 4, 3), dtype), jnp.array([2, 4])
-  loss = lambda x, w: jnp.sum(lax.ragged_dot(x, w, sizes) ** 2)
-  half = ols.autocast(loss)
-  assert "ragged_dot_general" in jaxprs.list_half_primitives(half, x, w)
-  gradient = lambda f: jax.jit(jax.value_and_grad(f, (0, 1)))(x, w)
-  assert_same_bits(gradient(half), gradient(loss))
-
-
 HALVES = ["float16", "bfloat16"]
 
 
 @pytest.mark.parametrize("dtype", mark_slow_params(["float16"], HALVES))
-def test_gradients_of_an_operand_in_half_precision_equal_a_hand_cast_model(
-  dtype,
-):
+def test_gradients_of_a_half_precision_operand_equal_a_hand_cast_model(dtype):
   def loss(x, w, v):
     return jnp.sum(jnp.tanh(x @ w) @ v + v @ (x @ w))
 
@@ -161,10 +142,8 @@ def test_the_dtype_float32_returns_the_function_itself():
 def test_an_autocast_inside_another_one_is_unchanged():
   inner = ols.autocast(lambda a, b: a @ b, jnp.bfloat16)
   half = ols.autocast(lambda a, b: inner(a, b) @ b)
-  assert jaxprs.count_matmuls_by_dtype(half, A, B) == {
-    "bfloat16": 1,
-    "float16": 1,
-  }
+  counts = jaxprs.count_matmuls_by_dtype(half, A, B)
+  assert counts == {"bfloat16": 1, "float16": 1}
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int32", "float8_e4m3fn", None])
@@ -275,21 +254,12 @@ def test_a_decorator_refuses_wrong_arguments_immediately():
 
 
 @pytest.mark.parametrize(
-  "make",
-  [
-    lambda: ols.autocast(),
-    lambda: ols.autocast(dtype=jnp.float16),
-    lambda: ols.autocast(jnp.float16),
-    lambda: ols.autocast(jnp.bfloat16),
-    lambda: ols.autocast("float16"),
-    lambda: ols.autocast(float),
-    lambda: ols.autocast(jnp.dtype("float16")),
-  ],
+  "args", [(), *((x,) for x in (jnp.float16, "float16", float, np.dtype("f2")))]
 )
-def test_a_with_block_or_a_dtype_as_first_argument_raises_a_helpful_error(make):
+def test_a_with_block_or_a_dtype_as_first_argument_raises_a_helpful_error(args):
   """As PyTorch has it: with autocast(device_type="cuda")."""
   line = r"the loss function: ols\.value_and_grad\(ols\.autocast\(loss_fn\)"
-  with pytest.raises(TypeError, match=line), make():
+  with pytest.raises(TypeError, match=line), ols.autocast(*args):
     pass
 
 
