@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from helpers import matmul_flops
+import optax_lossscale as ols
 from optax_lossscale._jaxprs import _eqns, _primitives, _walk
 from optax_lossscale.diagnostics._comparison import _layers
 
@@ -55,6 +56,19 @@ def list_layers(fun, *args):
   """Return the layers of a function that `autocast` cast, as reports do."""
   table = _layers.LayerTable(jax.make_jaxpr(fun)(*args))
   return [layer for layer in table.layers if layer.in_autocast]
+
+
+def assert_each_name_keeps_its_rows(loss, *args):
+  """Assert that a name which is kept removes its rows from the layers."""
+
+  def rows(**kwargs):
+    layers = list_layers(jax.grad(ols.autocast(loss, **kwargs)), *args)
+    return {(x.location.names, x.location.is_backward): x.name for x in layers}
+
+  before = rows()
+  for name in set(before.values()):
+    left = {row for row in before if before[row] != name}
+    assert rows(keep_float32=name).keys() == left, name
 
 
 def count_eqn_matmuls_by_dtype(eqns):
