@@ -99,12 +99,8 @@ def test_an_integer_hyperparameter_may_have_a_float_type():
 # A function, arguments that it refuses, the error, and parts of its message.
 REFUSED = [
   (
-    lambda bounds: ols.DynamicLossScale(**bounds),
-    [
-      {"init_scale": 0.5},
-      {"init_scale": 4.0, "max_scale": 2.0},
-      {"init_scale": 4.0, "min_scale": 8.0},
-    ],
+    lambda bounds: ols.DynamicLossScale(init_scale=4.0, **bounds),
+    [{"min_scale": 8.0}, {"max_scale": 2.0}],
     ValueError,
     ["min_scale <= init_scale <= max_scale"],
   ),
@@ -118,20 +114,13 @@ REFUSED = [
     lambda loss_scale: ols.with_loss_scaling(TX, loss_scale),
     [ols.DynamicLossScale, "static", {}],
     TypeError,
-    [
-      "loss_scale must be a policy",
-      "'dynamic', 'headroom' or a positive number",
-      "{value!r}",
-    ],
+    ["loss_scale must be a policy", "headroom' or a positive", "{value!r}"],
   ),
   (
     ols.with_loss_scaling,
     [True, None, ols.FixedLossScale(1.0), 1e-3],
     TypeError,
-    [
-      "inner must be an optimizer such as optax.adam(1e-3)",
-      "got inner = {value!r}",
-    ],
+    ["must be an optimizer such as optax.adam", "got inner = {value!r}"],
   ),
   (
     ols.with_loss_scaling,
@@ -143,10 +132,7 @@ REFUSED = [
     lambda inner: ols.with_loss_scaling(inner).init(np.ones(2)),
     [SCALED, optax.chain(optax.clip(1.0), SCALED)],
     ValueError,
-    [
-      "inner must be an optimizer without loss scaling",
-      "only once, as the outermost wrapper.",
-    ],
+    ["inner must be an optimizer without loss scaling", "only once, as the"],
   ),
 ]
 
@@ -169,6 +155,11 @@ def test_update_says_how_to_adopt_the_state_of_a_bare_optimizer():
   jax.eval_shape(tx.update, w, tx.init(w)._replace(inner_state=old), w)
 
 
+each_function = pytest.mark.parametrize(
+  "differentiate", [ols.value_and_grad, ols.grad]
+)
+
+
 @pytest.mark.parametrize(
   "loss, error, text",
   [
@@ -181,7 +172,7 @@ def test_update_says_how_to_adopt_the_state_of_a_bare_optimizer():
     ((1.0, {}), TypeError, "pass has_aux=True"),
   ],
 )
-@pytest.mark.parametrize("differentiate", [ols.value_and_grad, ols.grad])
+@each_function
 def test_a_loss_that_cannot_be_scaled_is_refused(
   differentiate, loss, error, text
 ):
@@ -190,16 +181,12 @@ def test_a_loss_that_cannot_be_scaled_is_refused(
   assert text in got
 
 
-@pytest.mark.parametrize("differentiate", [ols.value_and_grad, ols.grad])
+@each_function
 def test_has_aux_without_a_pair_is_refused(differentiate):
-  for out in [
-    lambda w: w,
-    lambda w: (w,),
-    lambda w: (w, 1, 2),
-    lambda w: {0: w},
-  ]:
-    fun = differentiate(out, STATE, has_aux=True)
-    text = get_message(TypeError, lambda f=fun: f(np.float32(1)))
+  w = np.float32(1)
+  for out in w, (w,), (w, 1, 2), {0: w}:
+    fun = differentiate(lambda w, out=out: out, STATE, has_aux=True)
+    text = get_message(TypeError, lambda f=fun: f(w))
     assert "fun must return a pair (loss, aux) when has_aux=True" in text
 
 
@@ -218,7 +205,7 @@ def loss_of(w):
     nnx.jit(nnx.value_and_grad(loss_of)),
   ],
 )
-@pytest.mark.parametrize("differentiate", [ols.value_and_grad, ols.grad])
+@each_function
 def test_a_function_without_a_loss_may_be_differentiated_already(
   differentiate, fun
 ):
@@ -252,22 +239,15 @@ def test_an_energy_with_forces_is_differentiated_again():
   assert slope(jnp.float32(2)) == 12
 
 
-@pytest.mark.parametrize("differentiate", [ols.value_and_grad, ols.grad])
-def test_missing_and_swapped_arguments_raise_an_error_with_the_expected_ones(
-  differentiate,
-):
+@each_function
+def test_missing_and_swapped_arguments_are_named(differentiate):
   """The most common mistakes: swapped arguments, or params as the state."""
-  params = {"w": np.ones(2)}
-  for error, expected, call in [
-    (TypeError, "fun must be a function, got fun = 3.0", (3.0, STATE)),
-    (TypeError, "fun must be a function", (STATE, loss_of)),
-    (
-      ValueError,
-      "state must hold a loss-scale state, got a dict",
-      (loss_of, params),
-    ),
-  ]:
-    assert expected in get_message(error, lambda c=call: differentiate(*c))
+  call = lambda *args: lambda: differentiate(*args)
+  for wrong in 3.0, STATE:
+    text = get_message(TypeError, call(wrong, loss_of))
+    assert "fun must be a function, got fun " in text
+  text = get_message(ValueError, call(loss_of, {"w": np.ones(2)}))
+  assert "state must hold a loss-scale state, got a dict" in text
   call = lambda: differentiate(loss_of, STATE, using="jax")
   text = get_message(TypeError, call)
   assert "using must be a function like jax.value_and_grad" in text
@@ -295,7 +275,7 @@ def test_values_longer_than_a_line_are_shown_by_their_type():
     assert f"Write {report}(fun, *args)" in text
 
 
-@pytest.mark.parametrize("differentiate", [ols.value_and_grad, ols.grad])
+@each_function
 @pytest.mark.parametrize(
   "argnums",
   [
@@ -332,7 +312,6 @@ def test_a_state_that_changes_its_structure_is_refused():
   )
   tx = ols.with_loss_scaling(inner)
   for update in (tx.update, jax.jit(tx.update)):
-    text = get_message(
-      ValueError, lambda u=update: u(jnp.ones(2), tx.init(1.0))
-    )
+    call = lambda u=update: u(jnp.ones(2), tx.init(1.0))
+    text = get_message(ValueError, call)
     assert "The state of inner must keep its structure" in text

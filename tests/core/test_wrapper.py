@@ -345,6 +345,13 @@ def test_the_largest_magnitude_covers_both_signs_and_complex_parts():
     assert found[name].policy_state == amax, name
 
 
+@pytest.mark.parametrize("loss_scale", [8.0, "dynamic", "headroom"])
+def test_the_largest_gradient_is_traced_only_if_the_policy_needs_it(loss_scale):
+  tx, w = ols.with_loss_scaling(optax.sgd(1.0), loss_scale), np.float32([1.0])
+  jaxpr = str(jax.make_jaxpr(tx.update)(w, tx.init(w)))
+  assert ("reduce_max" in jaxpr) == (loss_scale == "headroom")
+
+
 def test_a_subclass_of_a_policy_receives_the_largest_gradient():
   """The policies themselves ignore it, so it isn't computed for them."""
 

@@ -113,12 +113,12 @@ SCALERS = {
 }
 
 
-def read_policy(scaler):
+PAGE = (ROOT / "docs" / "reference" / "migrating.md").read_text()
+
+
+def read_policy(pattern):
   """Return the policy that the page on migrating gives for a scaler."""
-  page = (ROOT / "docs" / "reference" / "migrating.md").read_text()
-  (call,) = re.findall(
-    rf"^\|.*{scaler}.*\| `(ols\..*)` \|$", page, re.MULTILINE
-  )
+  (call,) = re.findall(pattern, PAGE, re.MULTILINE)
   return eval(call, {"ols": ols})
 
 
@@ -127,10 +127,33 @@ def test_a_policy_of_the_page_on_migrating_follows_the_rule(scaler):
   steps = "FFTFTTT" + 2100 * "F" + "TFTT"
   if scaler == "to_non_native_fp16":
     steps = 1200 * "F" + "TTT"
-  found = run_scales(read_policy(scaler), steps)
+  found = run_scales(read_policy(rf"^\|.*{scaler}.*\| `(ols\..*)` \|$"), steps)
   # The float32 factor of 2**0.001 differs by 6e-8, in each of 2,000 steps.
   expected = [*SCALERS[scaler](steps)]
   np.testing.assert_allclose(found, expected, rtol=2e-4)
+
+
+def test_the_policy_of_the_page_continues_a_hand_written_scale():
+  """That of DreamerV3, which the page shows how to replace."""
+  policy = read_policy(
+    r"^policy = (ols\.DynamicLossScale\([^)]*init_scale=1e4[^)]*\))$"
+  )
+  steps = 2100 * "F" + "TFTT" + 2005 * "F" + 40 * "T"
+  states = [(1e4, 0)]
+  for step in steps:
+    scale, good = states[-1]
+    grows = step == "F" and good >= 1000
+    scale *= 2 if grows else 1 if step == "F" else 0.5
+    good = 0 if grows or step == "T" else good + 1
+    states.append((np.clip(scale, 1e-4, 1e5), good))
+  for first in 0, 700:
+    scale, good = states[first]
+    state = policy.init()._replace(
+      loss_scale=np.float32(scale), finite_count=np.int32(good)
+    )
+    found = run_scales(policy, steps[first:], state)
+    expected = [scale for scale, _ in states[first + 1 :]]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("count", [3, 4, 1000, 2**31 - 1])
