@@ -6,6 +6,7 @@ from flax import serialization
 from flax.linen import fp8_ops
 from flax.training.train_state import TrainState
 from helpers.bits import assert_same_bits
+from helpers.small_model import make_batches, make_overflowing_batch
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,6 @@ import pytest
 import optax_lossscale as ols
 
 OVERWRITTEN = fp8_ops.OVERWRITE_WITH_GRADIENT
-POLICY = ols.DynamicLossScale(growth_interval=3)
 
 
 class StatsState(TrainState):
@@ -29,21 +29,15 @@ class Model(nn.Module):
   def __call__(self, x, train=True):
     x = nn.Dense(8, dtype=jnp.float16)(x)
     x = nn.BatchNorm(use_running_average=not train, dtype=jnp.float16)(x)
-    return nn.Dense(1, dtype=jnp.float16)(nn.relu(x)).astype(jnp.float32)
+    return nn.Dense(2, dtype=jnp.float16)(nn.relu(x)).astype(jnp.float32)
 
 
 MODEL = Model()
-
-
-def make_data(overflow=False):
-  x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
-  if overflow:  # in the forward pass, of float16 alone
-    x[3] = 60000.0
-  return x, np.sum(x, axis=-1, keepdims=True) / 4
+(BATCH,) = make_batches(1)
 
 
 def make_state(tx):
-  variables = jax.jit(MODEL.init)(jax.random.key(1), make_data()[0])
+  variables = jax.jit(MODEL.init)(jax.random.key(1), BATCH[0])
   return StatsState.create(apply_fn=MODEL.apply, tx=tx, **variables)
 
 
@@ -67,16 +61,16 @@ def step(state, batch):
 @pytest.fixture(scope="module")
 def started():
   """A state after two good steps."""
-  state = make_state(
-    ols.with_loss_scaling(optax.sgd(0.1, momentum=0.9), POLICY)
-  )
+  policy = ols.DynamicLossScale(growth_interval=3)
+  tx = ols.with_loss_scaling(optax.sgd(0.1, momentum=0.9), policy)
+  state = make_state(tx)
   for _ in range(2):
-    state, _ = step(state, make_data())
+    state, _ = step(state, BATCH)
   return state
 
 
 def test_a_skip_advances_only_the_step_of_the_train_state(started):
-  after, _ = step(started, make_data(overflow=True))
+  after, _ = step(started, make_overflowing_batch(BATCH))
   assert after.step == started.step + 1
   assert_same_bits(after.batch_stats, started.batch_stats)
   assert_same_bits(after.params, started.params)
@@ -87,8 +81,8 @@ def test_a_skip_advances_only_the_step_of_the_train_state(started):
   # As TrainState.create makes it, `step` is a Python int; after one step all
   # leaves are arrays, and stay of one type.
   assert jax.eval_shape(lambda: after) == jax.eval_shape(lambda: started)
-  _, first_loss = step(make_state(started.tx), make_data())
-  _, loss = step(after, make_data())
+  _, first_loss = step(make_state(started.tx), BATCH)
+  _, loss = step(after, BATCH)
   assert loss < first_loss
 
 

@@ -2,6 +2,7 @@
 
 from flax import nnx
 from helpers.bits import assert_same_bits
+from helpers.small_model import make_batches, make_overflowing_batch
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 
 import optax_lossscale as ols
 
-POLICY = ols.DynamicLossScale(growth_interval=3)
+(BATCH,) = make_batches(1)
+BAD_BATCH = make_overflowing_batch(BATCH)
 
 
 class Model(nnx.Module):
@@ -20,23 +22,17 @@ class Model(nnx.Module):
     half = {"dtype": jnp.float16, "rngs": rngs}
     self.hidden = nnx.Linear(4, 8, **half)
     self.norm = nnx.BatchNorm(8, **half)
-    self.out = nnx.Linear(8, 1, **half)
+    self.out = nnx.Linear(8, 2, **half)
 
   def __call__(self, x):
     x = nnx.relu(self.norm(self.hidden(x)))
     return self.out(x).astype(jnp.float32)
 
 
-def make_data(overflow=False):
-  x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
-  if overflow:  # in the forward pass, of float16 alone
-    x[3] = 60000.0
-  return x, np.sum(x, axis=-1, keepdims=True) / 4
-
-
 def make():
   model = nnx.jit(lambda: Model(nnx.Rngs(0)))()
-  tx = ols.with_loss_scaling(optax.sgd(0.1, momentum=0.9), POLICY)
+  policy = ols.DynamicLossScale(growth_interval=3)
+  tx = ols.with_loss_scaling(optax.sgd(0.1, momentum=0.9), policy)
   return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 
@@ -67,22 +63,22 @@ def arrays(node, *filters):
 
 def test_a_skip_advances_only_the_step_of_the_optimizer():
   model, optimizer = make()
-  step(model, optimizer, *make_data())
+  step(model, optimizer, *BATCH)
   params, stats = arrays(model, nnx.Param), arrays(model, nnx.BatchStat)
   inner = arrays(optimizer.opt_state.inner_state)
-  step(model, optimizer, *make_data(overflow=True))
+  step(model, optimizer, *BAD_BATCH)
   assert_same_bits(arrays(model, nnx.Param), params)
   assert_same_bits(arrays(model, nnx.BatchStat), stats)
   assert_same_bits(arrays(optimizer.opt_state.inner_state), inner)
   assert optimizer.step[...] == 2
   assert ols.get_loss_scale_state(optimizer).loss_scale == 2.0**14
-  losses = [step(model, optimizer, *make_data()) for _ in range(9)]
+  losses = [step(model, optimizer, *BATCH) for _ in range(9)]
   assert losses[-1] < losses[0]
 
 
 def test_the_scale_is_found_and_set_in_any_nnx_object():
   model, optimizer = make()
-  step(model, optimizer, *make_data())
+  step(model, optimizer, *BATCH)
   for tree in (optimizer, optimizer.opt_state, nnx.state(optimizer)):
     scale_state = ols.get_loss_scale_state(tree)
     assert all(isinstance(x, jax.Array) for x in scale_state[:-1])
@@ -90,13 +86,13 @@ def test_the_scale_is_found_and_set_in_any_nnx_object():
     assert ols.loss_scale_metrics(tree)["log2_loss_scale"] == 15
   nnx.update(optimizer, ols.set_loss_scale(nnx.state(optimizer), 2.0**8))
   assert ols.get_loss_scale_state(optimizer).loss_scale == 2.0**8
-  step(model, optimizer, *make_data())
+  step(model, optimizer, *BATCH)
   assert ols.get_loss_scale_state(optimizer).finite_count == 1
 
 
 @pytest.mark.slow
 def test_nnx_scan_carries_model_and_optimizer_through_an_overflow():
-  data = [make_data(), make_data(overflow=True), make_data()]
+  data = [BATCH, BAD_BATCH, BATCH]
   xs, ys = jax.tree.map(lambda *leaves: np.stack(leaves), *data)
 
   @nnx.scan(in_axes=(nnx.Carry, 0, 0), out_axes=(nnx.Carry, 0))
@@ -158,12 +154,12 @@ def test_an_nnx_model_that_jax_cannot_differentiate_raises_with_the_fix():
 
 @pytest.mark.slow
 def test_extra_arguments_reach_the_inner_optimizer():
-  model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+  model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
   tx = ols.with_loss_scaling(optax.polyak_sgd(0.1))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   differentiated = ols.value_and_grad(
     loss_fn, optimizer, using=nnx.value_and_grad
   )
-  loss, grads = differentiated(model, *make_data())
+  loss, grads = differentiated(model, *BATCH)
   optimizer.update(model, grads, value=loss)
-  assert loss_fn(model, *make_data()) < loss
+  assert loss_fn(model, *BATCH) < loss
