@@ -258,15 +258,13 @@ def test_amp_continues_from_its_state_dict_like_the_simulated_rule(rule):
 
 
 def read_kernel(window, hysteresis, scale, growth, tracker):
-  return interop.from_apex(
-    {
-      "current_scale": np.array([scale], np.float32),
-      "growth_tracker": np.array([growth], np.int32),
-      "hysteresis_tracker": np.array([tracker], np.int32),
-    },
-    **samples.KERNEL_SETTINGS
-    | {"growth_interval": window, "hysteresis": hysteresis},
-  )
+  saved = {
+    "current_scale": np.array([scale], np.float32),
+    "growth_tracker": np.array([growth], np.int32),
+    "hysteresis_tracker": np.array([tracker], np.int32),
+  }
+  own = {"growth_interval": window, "hysteresis": hysteresis}
+  return interop.from_apex(saved, **samples.KERNEL_SETTINGS | own)
 
 
 def read_nemo(window, hysteresis, scale, growth, tracker):
@@ -333,13 +331,13 @@ def decayed(rate):
 
 SCALE, WINDOW = encoding.TRAINING_SCALE, encoding.TRAINING_WINDOW
 OPTIMIZER = {"initial_scale": SCALE, "dynamic_growth_steps": WINDOW}
-TORCH = {"scale": SCALE, "growth_interval": WINDOW, "_growth_tracker": 0}
-FLAX = {"fin_steps": 0, "scale": SCALE, "growth_interval": WINDOW - 1}
 POLICIES = {
   "keras": interop.from_keras(OPTIMIZER)[0],
   "tf_keras": interop.from_keras({"dynamic": True, **OPTIMIZER})[0],
-  "torch": interop.from_torch({**samples.TORCH, **TORCH})[0],
-  "flax": interop.from_flax(FLAX)[0],
+  "torch": torch_start({"init_scale": SCALE, "growth_interval": WINDOW})[0],
+  "flax": interop.from_flax(
+    {"fin_steps": 0, "scale": SCALE, "growth_interval": WINDOW - 1}
+  )[0],
 }
 # The optimizers as the recorders made them. torch's schedule is the loop's, not
 # the optimizer's, so that its runs have none.
@@ -370,10 +368,7 @@ def train(policy, inner, *, counts_move_on_skips=False):
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
-  params = (
-    np.float32(encoding.FIRST_WEIGHTS),
-    np.float32(encoding.FIRST_BIAS),
-  )
+  params = tuple(map(np.float32, (encoding.FIRST_WEIGHTS, encoding.FIRST_BIAS)))
   opt_state, history = tx.init(params), []
   for at in range(ALL):
     x, y = map(np.float32, encoding.make_batch(at))
@@ -399,9 +394,8 @@ def test_params_and_scale_equal_the_other_system_at_every_step(run):
   params, scales, _ = train(
     POLICIES[package], OPTIMIZERS[name], counts_move_on_skips=moves
   )
-  assert [encoding.encode_scale(s) for s in scales] == encoding.decode_runs(
-    theirs["scale"]
-  )
+  scales = [*map(encoding.encode_scale, scales)]
+  assert scales == encoding.decode_runs(theirs["scale"])
   expected = np.array(theirs["params"], np.float32)
   # The params are about 0.5, where float32 has steps of 6e-8. torch and Keras
   # round Adam's bias correction differently, by 6e-5 of an update at first.

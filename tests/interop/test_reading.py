@@ -26,17 +26,10 @@ def test_a_state_read_from_another_system_has_our_types(call, valid):
   assert not any(x.weak_type for x in jax.tree.leaves(state))
 
 
+SCALARS = int, float, np.float16, np.float32, np.float64, np.int64, jnp.bfloat16
 NUMBERS = [
-  64,
-  64.0,
-  np.float16(64),
-  np.float32(64),
-  np.float64(64),
-  np.int64(64),
-  np.array([64.0], np.float32),
-  np.array([[64]]),
-  jnp.bfloat16(64),
-  jnp.array([64]),
+  *(scalar(64) for scalar in SCALARS),
+  *(np.array([64.0], np.float32), np.array([[64]]), jnp.array([64])),
 ]
 
 
@@ -93,22 +86,17 @@ KERAS_3 = {**samples.KERAS_3, "inner_optimizer": {}, "name": "x"}
 OLD_SERIALIZED = serialize("MixedPrecisionLossScaleOptimizer", OLD_QUARTERS)
 # As Keras 3 writes it into the `compile_config` of a model.
 COMPILED = {
-  "optimizer": {
-    **serialize("LossScaleOptimizer", KERAS_3),
-    "registered_name": None,
-  },
-  "loss": "mse",
-  "loss_weights": None,
-  "metrics": ["mae"],
-  "weighted_metrics": None,
-  "run_eagerly": False,
+  **dict.fromkeys(["loss_weights", "weighted_metrics", "jit_compile"]),
+  **{"loss": "mse", "metrics": ["mae"], "run_eagerly": False},
   "steps_per_execution": 1,
-  "jit_compile": True,
+  "optimizer": serialize("LossScaleOptimizer", KERAS_3)
+  | {"registered_name": None},
 }
 NO_FLOOR = ols.DynamicLossScale(1024.0, min_scale=2.0**-126)
 BY_20, BY_21 = (
   dataclasses.replace(NO_FLOOR, growth_interval=n) for n in (20, 21)
 )
+BY_10 = ols.DynamicLossScale(2.0**16, growth_interval=10, min_scale=2.0)
 FLAX_9 = dynamic_scale.DynamicScale(growth_interval=9, minimum_scale=2.0)
 OFF, FIXED = ols.FixedLossScale(1.0), ols.FixedLossScale(8.0)
 DYNAMIC = ols.DynamicLossScale()
@@ -143,11 +131,7 @@ POLICIES = [
   (KERAS, COMPILED, BY_20),
   (KERAS, {"optimizer": OLD_SERIALIZED, "loss": {}}, BY_QUARTERS),
   (FLAX, {**samples.FLAX, "minimum_scale": None}, BY_21),
-  (
-    FLAX,
-    FLAX_9,
-    ols.DynamicLossScale(2.0**16, growth_interval=10, min_scale=2.0),
-  ),
+  (FLAX, FLAX_9, BY_10),
 ]
 
 
@@ -187,16 +171,9 @@ def test_a_deepspeed_scaler_without_hysteresis_need_not_store_it():
   assert interop.from_deepspeed(settings, state)[1].loss_scale == 1024
 
 
-class LossScaler:
-  """As a ZeRO checkpoint holds the one of DeepSpeed."""
-
-  def __init__(self, **attributes):
-    vars(self).update(attributes)
-
-
-def deepspeed_scaler(init_scale=2.0**32, delayed_shift=1):
-  """The attributes of DeepSpeed's DynamicLossScaler after three steps."""
-  return LossScaler(
+def deepspeed_scaler(init_scale, delayed_shift):
+  """DeepSpeed's DynamicLossScaler of a ZeRO checkpoint, after three steps."""
+  return types.SimpleNamespace(
     cur_scale=init_scale,
     dynamic=True,
     cur_iter=3,
@@ -253,8 +230,8 @@ def test_the_scaler_of_a_fixed_deepspeed_scale_is_read(block):
   scale = float(block.get("loss_scale", 1))
   for saved in (
     {"cur_scale": scale},
-    LossScaler(cur_scale=scale),  # before 0.9
-    LossScaler(cur_scale=scale, dynamic=False),
+    types.SimpleNamespace(cur_scale=scale),  # before 0.9
+    types.SimpleNamespace(cur_scale=scale, dynamic=False),
   ):
     policy, state = interop.from_deepspeed(block, saved)
     assert policy == ols.FixedLossScale(scale)

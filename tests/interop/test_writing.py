@@ -50,6 +50,15 @@ def get_floor(case):
   return 1.0 if "dynamic" in exported.get("config", {}) else interop_replay.LOW
 
 
+def read_back(write, written):
+  match write:
+    case interop.to_keras:
+      return interop.from_keras(**written)
+    case interop.to_torch:
+      return interop.from_torch(written)
+  return interop.from_flax(written)
+
+
 @pytest.mark.parametrize("write, case", EXPORTS)
 def test_the_other_system_continues_from_a_written_state_like_the_policy(
   write, case
@@ -61,23 +70,12 @@ def test_the_other_system_continues_from_a_written_state_like_the_policy(
   if case["name"] == "fixed":
     scales = encoding.decode_runs(case["scale"])
     assert [encoding.encode_scale(float(x)) for x in ours[0]] == scales
-    return
-  theirs = encoding.decode_counters(case["counter"])
-  interop_replay.assert_same_trajectory(
-    case, theirs, ours, may_leave_range=False
-  )
-
-
-@pytest.mark.parametrize("write, case", EXPORTS)
-def test_a_written_state_is_read_back_unchanged(write, case):
-  policy, state = make_exported_state(get_floor(case), case)
-  written = write(policy, state)
-  if write is interop.to_keras:
-    again, state_again = interop.from_keras(**written)
-  elif write is interop.to_torch:
-    again, state_again = interop.from_torch(written)
   else:
-    again, state_again = interop.from_flax(written)
+    theirs = encoding.decode_counters(case["counter"])
+    interop_replay.assert_same_trajectory(
+      case, theirs, ours, may_leave_range=False
+    )
+  again, state_again = read_back(write, written)
   if isinstance(policy, ols.DynamicLossScale) and write is not interop.to_keras:
     policy = dataclasses.replace(policy, init_scale=written["scale"])
   assert again == policy
@@ -90,53 +88,52 @@ def test_a_written_state_is_read_back_unchanged(write, case):
 
 
 def test_an_overflow_of_a_fixed_scale_is_applied_like_in_keras():
-  (case,) = (
-    c for c in interop_replay.load("tf_keras")["cases"] if c["name"] == "fixed"
-  )
-  _, state = interop.from_keras(
-    case["saved"]["config"], case["saved"]["variables"]
-  )
+  cases = interop_replay.load("tf_keras")["cases"]
+  (case,) = (case for case in cases if case["name"] == "fixed")
+  saved = case["saved"]
+  _, state = interop.from_keras(saved["config"], saved["variables"])
   assert state.loss_scale == encoding.decode_scale(case["scale"][0][0])
-  tx = optax.sgd(1.0)
   params = {"w": jnp.zeros(())}
-  opt_state = tx.init(params)
-  for step, taken in zip(
-    encoding.unpack(case["steps"]), encoding.unpack(case["taken"]), strict=True
-  ):
+  steps, taken = (encoding.unpack(case[name]) for name in ("steps", "taken"))
+  for step, outcome in zip(steps, taken, strict=True):
     x = jnp.float32(1.0 if step == "F" else jnp.inf)
     grads = ols.grad(lambda p, x: p["w"] * x, state)(params, x)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    assert (updates["w"] != 0) == (taken == "A")
+    updates, _ = optax.sgd(1.0).update(grads, optax.sgd(1.0).init(params))
+    assert (updates["w"] != 0) == (outcome == "A")
 
 
+each_writer = pytest.mark.parametrize(
+  "write",
+  [interop.to_torch, interop.to_keras, interop.to_flax],
+  ids=lambda f: f.__name__,
+)
 TO = {
   interop.to_torch: ols.DynamicLossScale(min_scale=2.0**-126),
   interop.to_keras: ols.DynamicLossScale(),
   interop.to_flax: ols.DynamicLossScale(),
 }
-INEXPRESSIBLE = [
-  (interop.to_torch, {"min_scale": 1.0}),
-  (interop.to_torch, {"max_scale": 2.0**24}),
-  (interop.to_torch, {"hysteresis": 2}),
-  (interop.to_keras, {"growth_factor": 4.0}),
-  (interop.to_keras, {"backoff_factor": 0.25}),
-  (interop.to_keras, {"min_scale": 2.0}),
-  (interop.to_keras, {"max_scale": 2.0**24}),
-  (interop.to_keras, {"hysteresis": 3}),
-  (interop.to_flax, {"max_scale": 2.0**24}),
-  (interop.to_flax, {"hysteresis": 2}),
-]
+INEXPRESSIBLE = {
+  interop.to_torch: {"min_scale": 1.0, "max_scale": 2.0**24, "hysteresis": 2},
+  interop.to_keras: {
+    "growth_factor": 4.0,
+    "backoff_factor": 0.25,
+    "min_scale": 2.0,
+    "max_scale": 2.0**24,
+    "hysteresis": 3,
+  },
+  interop.to_flax: {"max_scale": 2.0**24, "hysteresis": 2},
+}
 
 
-@pytest.mark.parametrize("write, change", INEXPRESSIBLE)
-def test_a_rule_that_the_other_side_lacks_is_not_written(write, change):
-  policy = dataclasses.replace(TO[write], **change)
-  ((name, _),) = change.items()
-  with pytest.raises(ValueError, match=f"{write.__name__}.*{name}.*replace"):
-    write(policy, policy.init())
+@each_writer
+def test_a_rule_that_the_other_side_lacks_is_not_written(write):
+  for name, value in INEXPRESSIBLE[write].items():
+    policy = dataclasses.replace(TO[write], **{name: value})
+    with pytest.raises(ValueError, match=f"{write.__name__}.*{name}.*replace"):
+      write(policy, policy.init())
 
 
-@pytest.mark.parametrize("write", TO, ids=lambda f: f.__name__)
+@each_writer
 def test_only_policies_of_the_other_system_are_written(write):
   state = ols.DynamicLossScale().init()
   for policy in (
@@ -151,7 +148,7 @@ def test_only_policies_of_the_other_system_are_written(write):
       write(policy, state)
 
 
-@pytest.mark.parametrize("write", TO, ids=lambda f: f.__name__)
+@each_writer
 def test_only_a_known_state_is_written(write):
   policy = TO[write]
   state = policy.init()
@@ -201,23 +198,26 @@ class OneMoreFixed(ols.FixedLossScale):
   warmup: int = 0
 
 
-@pytest.mark.parametrize("write", TO, ids=lambda f: f.__name__)
+@each_writer
 def test_a_new_hyperparameter_is_not_dropped(write):
   """The refused fields are generated from the fields of the policy."""
   policy = OneMore(**dataclasses.asdict(TO[write]))
   assert write(policy, policy.init()) == write(TO[write], policy.init())
-  policies = [(policy, {"warmup": 1000}), (policy, {"kind": "other"})]
+  changed = [
+    dataclasses.replace(policy, warmup=1000),
+    dataclasses.replace(policy, kind="other"),
+  ]
   if write is not interop.to_flax:  # It has no fixed scale.
-    policies.append((OneMoreFixed(), {"warmup": 1000}))
-  for policy, change in policies:
-    ((name, value),) = change.items()
-    new = dataclasses.replace(policy, **change)
-    message = f"{write.__name__}: .* cannot express {name} = {value}"
+    changed.append(OneMoreFixed(warmup=1000))
+  for new in changed:
+    message = (
+      f"{write.__name__}: .* cannot express (warmup = 1000|kind = other)"
+    )
     with pytest.raises(ValueError, match=message):
       write(new, new.init())
 
 
-@pytest.mark.parametrize("write", TO, ids=lambda f: f.__name__)
+@each_writer
 def test_a_refill_without_hysteresis_has_no_effect_and_is_not_refused(write):
   policy = dataclasses.replace(TO[write], hysteresis_refill="finite")
   assert write(policy, policy.init()) == write(TO[write], policy.init())
