@@ -1,5 +1,7 @@
 """`autocast`: which equations run in half precision, and which as written."""
 
+import functools
+
 from helpers import jaxprs, mark_slow_params
 from helpers.bits import assert_functions_close, assert_same_bits
 from helpers.jax_limits import skip_if_jax_cannot
@@ -28,6 +30,18 @@ PROGRAMS = {
   "cond": lambda x, w: lax.cond(
     x[0, 0] > 0, lambda c: c @ w, lambda c: c - w[0], x
   ),
+  "scan": lambda x, w: lax.scan(
+    lambda c, s: (c @ w, s * c), x, jnp.ones((3, 3, 4)), reverse=True, unroll=2
+  ),
+  "while_loop": lambda x, w: lax.while_loop(
+    lambda c: jnp.sum((c[0] @ w) ** 2) < 1e4,
+    lambda c: (c[0] @ w, c[1] + 1),
+    (x, 0),
+  ),
+  "checkpoint": lambda x, w: jax.checkpoint(
+    lambda x: jnp.abs(x @ w) @ w,
+    policy=jax.checkpoint_policies.dots_saveable,
+  )(x),
   "custom_jvp_without_products": lambda x, w: jax.nn.relu(x @ w),
   "batched_matmul": lambda x, w: jnp.stack([x, x]) @ jnp.stack([w, w.T]),
   "grouped_convolution": lambda x, w: lax.conv_general_dilated(
@@ -46,18 +60,6 @@ PROGRAMS = {
 
 
 @program
-def scan(x, w):
-  step = lambda c, s: (c @ w, s * c)
-  return lax.scan(step, x, jnp.ones((3, *x.shape)), reverse=True, unroll=2)
-
-
-@program
-def while_loop(x, w):
-  is_small = lambda c: jnp.sum((c[0] @ w) ** 2) < 1e4
-  return lax.while_loop(is_small, lambda c: (c[0] @ w, c[1] + 1), (x, 0))
-
-
-@program
 def switch(x, w):
   branches = [lambda c, n=n: n * (c @ w) for n in range(3)]
   return lax.switch(1, branches, x), lax.switch(jnp.int32(5), branches, x)
@@ -67,12 +69,6 @@ def switch(x, w):
 def jit(x, w):
   inner = jax.jit(lambda a, b, n: (a @ b, n), static_argnums=2)
   return inner(x, w, 2), inner(inner(x, w, 3)[0], w, 3)
-
-
-@program
-def checkpoint(x, w):
-  policy = jax.checkpoint_policies.dots_saveable
-  return jax.checkpoint(lambda x: jnp.abs(x @ w) @ w, policy=policy)(x)
 
 
 @program
@@ -155,10 +151,9 @@ def custom_jvp_that_asks_what_moves(x, w):
 @program
 def convolution(x, w):
   image, kernel = x.reshape(1, 3, 4, 1), w.reshape(2, 2, 1, 4)
-  names = ("NHWC", "HWIO", "NHWC")
-  out = lax.conv_general_dilated(
-    image, kernel, (1, 1), "SAME", (1, 1), (1, 1), names
-  )
+  dims = ("NHWC", "HWIO", "NHWC")
+  conv = functools.partial(lax.conv_general_dilated, dimension_numbers=dims)
+  out = conv(image, kernel, (1, 1), "SAME")
   return lax.conv_transpose(out, w.reshape(2, 2, 4, 1), (2, 2), "SAME")
 
 
