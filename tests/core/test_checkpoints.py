@@ -146,10 +146,9 @@ def test_a_state_read_by_orbax_without_a_target_raises_the_same_error(
 
 def test_a_larger_state_is_distinguished_from_one_without_a_loss_scale(run):
   params, opt_state = run.start
-  with pytest.raises(
-    TypeError, match="WithLossScalingState is part of a larger"
-  ):
-    run.tx.update(params, (opt_state, optax.EmptyState()), params)
+  larger = opt_state, optax.EmptyState()
+  with pytest.raises(TypeError, match="ScalingState is part of a larger"):
+    run.tx.update(params, larger, params)
 
 
 def test_float16_moments_of_a_bare_state_are_widened_when_adopted():

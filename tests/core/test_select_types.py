@@ -99,20 +99,14 @@ def test_a_new_replicated_leaf_does_not_become_varying():
 
   def update(grads, state, params=None):
     total = lax.psum(grads, "data")
-    return grads * total ** state["power"], {
-      "a": total,
-      "power": state["power"],
-    }
+    return grads * total ** state["power"], {**state, "a": total}
 
-  def init(params):
-    return {"a": jnp.zeros_like(params), "power": jnp.float32(2.0)}
-
+  init = lambda params: {"a": jnp.zeros_like(params), "power": jnp.float32(2.0)}
   inner = optax.GradientTransformation(init, update)
   tx = ols.with_loss_scaling(inner, axis_name="data")
-  mesh = sharding.make_mesh((8,), ("data",))
   update = jax.shard_map(
     lambda grads: tx.update(grads, tx.init(grads), grads)[0],
-    mesh=mesh,
+    mesh=sharding.make_mesh((8,), ("data",)),
     in_specs=P("data"),
     out_specs=P("data"),
   )
@@ -121,11 +115,9 @@ def test_a_new_replicated_leaf_does_not_become_varying():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("jit", PLAIN_AND_JIT)
-def test_adam_on_sharded_arrays_keeps_shardings_as_bare_adam_does(
-  axis_type, jit
-):
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_adam_on_sharded_arrays_keeps_shardings_like_bare_adam(axis_type, jit):
   mesh = sharding.make_mesh((8,), ("x",), axis_type)
   adam = optax.adam(0.1)
   inner = optax.GradientTransformation(adam.init, jit(adam.update))
@@ -133,9 +125,8 @@ def test_adam_on_sharded_arrays_keeps_shardings_as_bare_adam_does(
   with jax.set_mesh(mesh):
     params = jax.device_put(jnp.arange(16.0), P("x"))
     updates, state = jax.jit(tx.update)(params, tx.init(params), params)
-    bare_updates, bare = jax.jit(inner.update)(
-      params, inner.init(params), params
-    )
+    bare_state = inner.init(params)
+    bare_updates, bare = jax.jit(inner.update)(params, bare_state, params)
   sharding.assert_shardings_equal(updates, bare_updates)
   sharding.assert_shardings_equal(state.inner_state[0].mu, bare[0].mu)
   np.testing.assert_allclose(updates, bare_updates, rtol=1e-6)
@@ -248,29 +239,17 @@ def list_op_names(update):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transform", [lambda f: f, jax.vmap])
-def test_profiles_show_the_name_and_the_scopes_of_an_inlined_jit(
-  transform,
-):
-  def named(grads, state, params=None):
-    with jax.named_scope("outer"):
+def test_profiles_show_the_name_and_the_scopes_of_an_inlined_jit(transform):
+  @jax.jit
+  def inner(grads, state):
+    return jax.named_scope("deep")(ordinary)(grads, state)
 
-      @jax.jit
-      def inner(grads, state):
-        with jax.named_scope("deep"):
-          return ordinary(grads, state)
-
-      return transform(inner)(grads, state)
-
-  def wrapped(grads, state):
-    with jax.named_scope("optimizer"):
-      return _select.update_with_selects(
-        named, jnp.isfinite(grads[0]), grads, state, None
-      )
-
-  def bare(grads, state):
-    with jax.named_scope("optimizer"):
-      return named(grads, state)
-
+  named = lambda g, s, params=None: transform(inner)(g, s)
+  named = jax.named_scope("outer")(named)
+  update = lambda g, s: _select.update_with_selects(
+    named, jnp.isfinite(g[0]), g, s, None
+  )
+  wrapped, bare = map(jax.named_scope("optimizer"), (update, named))
   expected = {name for name in list_op_names(bare) if "/deep/" in name}
   assert any("outer" in name and "inner" in name for name in expected)
   assert expected <= list_op_names(wrapped)

@@ -97,35 +97,31 @@ def test_the_scale_is_float32_in_every_mode(x64):
   assert scale_state.policy_state.hysteresis_remaining.dtype == jnp.int32
 
 
-@pytest.mark.parametrize(
-  "hide",
-  [
-    lambda s: s,
-    lambda s: s.loss_scale_state,
-    lambda s: {"a": [s, jnp.ones(2)]},
-    lambda s: (optax.EmptyState(), s),
-    flax.serialization.to_state_dict,
-    lambda s: pickle.loads(pickle.dumps(s)),
-  ],
-  ids=["itself", "scale state", "nested", "chain", "mapping", "pickled"],
-)
+HIDDEN_IN = {
+  "itself": lambda s: s,
+  "scale state": lambda s: s.loss_scale_state,
+  "nested": lambda s: {"a": [s, jnp.ones(2)]},
+  "chain": lambda s: (optax.EmptyState(), s),
+  "mapping": flax.serialization.to_state_dict,
+  "pickled": lambda s: pickle.loads(pickle.dumps(s)),
+}
+
+
+@pytest.mark.parametrize("hide", HIDDEN_IN.values(), ids=HIDDEN_IN)
 def test_the_scale_is_found_and_set_wherever_it_is(hide):
   tx = ols.with_loss_scaling(optax.adam(0.1), 64.0)
   state = jax.tree.map(np.asarray, tx.init(PARAMS))
   counted = state.loss_scale_state._replace(finite_count=np.int32(1))
   tree = hide(state._replace(loss_scale_state=counted))
-  found = ols.get_loss_scale_state(tree)
-  assert isinstance(found, ols.LossScaleState)
-  assert (found.loss_scale, found.finite_count) == (64, 1)
   changed = ols.set_loss_scale(tree, 8)
   assert jax.tree.structure(changed) == jax.tree.structure(tree)
   assert get_types(changed) == get_types(tree)
-  found = ols.get_loss_scale_state(changed)
-  assert (found.loss_scale, found.finite_count) == (8, 0)
-  assert ols.get_loss_scale_state(tree).loss_scale == 64
-  rest = [x for x in jax.tree.leaves(changed) if jnp.size(x) > 1]
-  old = [x for x in jax.tree.leaves(tree) if jnp.size(x) > 1]
-  assert all((a == b).all() for a, b in zip(rest, old, strict=True))
+  for tree_or_changed, numbers in (tree, (64, 1)), (changed, (8, 0)):
+    found = ols.get_loss_scale_state(tree_or_changed)
+    assert isinstance(found, ols.LossScaleState)
+    assert (found.loss_scale, found.finite_count) == numbers
+  leaves = zip(*map(jax.tree.leaves, (changed, tree)), strict=True)
+  assert all((a == b).all() for a, b in leaves if jnp.size(a) > 1)
 
 
 def test_a_dict_with_more_keys_than_a_state_is_not_a_state():
@@ -150,14 +146,9 @@ def test_a_policy_state_with_a_field_named_value_is_not_a_variable():
 def test_a_traced_scale_is_clipped_to_its_range():
   state = ols.FixedLossScale(4.0).init()
   set_scale = jax.jit(ols.set_loss_scale)
-  for value, expected in [
-    (8.0, 8.0),
-    (0.0, 2.0**-126),
-    (-1.0, 2.0**-126),
-    (jnp.inf, 2.0**126),
-    (jnp.nan, 4.0),
-  ]:
-    assert set_scale(state, value).loss_scale == expected
+  values = np.float32([8, 0, -1, np.inf, np.nan])
+  found = [set_scale(state, value).loss_scale for value in values]
+  assert found == [8, 2.0**-126, 2.0**-126, 2.0**126, 4]
 
 
 def test_setting_the_scale_of_many_members_sets_each():
@@ -179,22 +170,13 @@ def test_setting_the_scale_of_many_members_sets_each():
   ],
 )
 def test_no_scale_or_two_is_an_error_that_says_what_to_do(get):
-  with pytest.raises(
-    ValueError, match=r"dict that holds none.*with_loss_scaling"
+  two = {name: ols.FixedLossScale(1.0).init() for name in "gd"}
+  for tree, message in (
+    ({"w": jnp.ones(2)}, "dict that holds none.*with_loss_scaling"),
+    (two, r"holds 2: at \['d'\], \['g'\]. Pass only"),
   ):
-    get({"w": jnp.ones(2)})
-  two = {
-    "g": ols.FixedLossScale(1.0).init(),
-    "d": ols.FixedLossScale(1.0).init(),
-  }
-  with pytest.raises(
-    ValueError, match=r"holds 2: at \['d'\], \['g'\]. Pass only"
-  ):
-    get(two)
-
-
-def as_tuple(leaves):
-  return Valued(**leaves)
+    with pytest.raises(ValueError, match=message):
+      get(tree)
 
 
 @pytest.mark.parametrize("finite", [True, False])
@@ -208,7 +190,7 @@ def test_select_if_finite_takes_one_side_bit_by_bit(finite):
     {"m": np.float32(m), "n": np.int32(n), "k": jax.random.key(n), "x": None}
     for m, n in (([np.nan, -np.inf], 4), ([-0.0, 1.0], 3))
   )
-  containers = (dict, frozen), (frozen, dict), (dict, as_tuple)
+  containers = (dict, frozen), (frozen, dict), (dict, lambda x: Valued(**x))
   applied = [arrays, *(first(leaves) for first, _ in containers)]
   skipped = [other_arrays, *(second(others) for _, second in containers)]
   expected = [arrays, *(second(leaves) for _, second in containers)]
@@ -227,7 +209,6 @@ def test_select_if_finite_keeps_the_dtypes_and_the_float0_of_skipped():
 DIFFERENT = r"must be equal in leaves that are not arrays.*got .* at mode"
 
 
-@pytest.mark.parametrize("finite", [True, False])
 @pytest.mark.parametrize(
   ("new", "old", "message"),
   [
@@ -242,11 +223,12 @@ DIFFERENT = r"must be equal in leaves that are not arrays.*got .* at mode"
   ],
 )
 def test_select_if_finite_names_the_first_leaf_that_it_cannot_select(
-  new, old, message, finite
+  new, old, message
 ):
-  state = ols.DynamicLossScale().init()._replace(last_finite=np.bool_(finite))
-  with pytest.raises(ValueError, match=message):
-    ols.select_if_finite(state, new, old)
+  state = ols.DynamicLossScale().init()
+  for finite in np.True_, np.False_:
+    with pytest.raises(ValueError, match=message):
+      ols.select_if_finite(state._replace(last_finite=finite), new, old)
 
 
 def test_select_if_finite_keeps_equal_leaves_that_are_not_arrays():
@@ -301,12 +283,10 @@ def test_metrics_show_that_every_step_of_a_run_is_skipped():
 )
 def test_metrics_use_the_min_scale_of_each_policy(policy, floor):
   state = ols.DynamicLossScale().adjust(ols.DynamicLossScale().init(), False)
-  at_floor = ols.set_loss_scale(state, floor)
-  above = ols.set_loss_scale(state, 2 * floor)
-  assert (
-    ols.loss_scale_metrics(at_floor, policy=policy)["skips_at_min_scale"] == 1
-  )
-  assert ols.loss_scale_metrics(above, policy=policy)["skips_at_min_scale"] == 0
+  for scale, skips in (floor, 1), (2 * floor, 0):
+    at_scale = ols.set_loss_scale(state, scale)
+    metrics = ols.loss_scale_metrics(at_scale, policy=policy)
+    assert metrics["skips_at_min_scale"] == skips
 
 
 def test_metrics_of_mapped_states_and_before_the_first_step_are_defined():

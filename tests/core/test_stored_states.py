@@ -110,9 +110,7 @@ def test_a_state_of_each_policy_is_stored_for_every_kind_of_memory(kind):
           changed = dataclasses.replace(policy, **{field.name: other})
         except (TypeError, ValueError):
           continue
-        assert get_policy_state_types(changed) in is_stored, (
-          f"store one with {changed}"
-        )
+        assert get_policy_state_types(changed) in is_stored, changed
 
 
 def test_this_version_is_stored():
@@ -151,15 +149,6 @@ OtherState = collections.namedtuple(
 )
 
 
-def reset_policy_state(state):
-  """The fix of docs/how_to/checkpoints.md."""
-  fresh = TX.init(PARAMS)
-  scale_state = state.loss_scale_state._replace(
-    policy_state=fresh.loss_scale_state.policy_state
-  )
-  return state._replace(loss_scale_state=scale_state)
-
-
 def check_fixed(state, other):
   """Assert that only the policy state changed, and that the run continues."""
   assert_same_bits(state.inner_state, other.inner_state)
@@ -175,6 +164,12 @@ def with_policy_state(state, policy_state):
   return state._replace(loss_scale_state=scale_state)
 
 
+def reset_policy_state(state):
+  """The fix of docs/how_to/checkpoints.md."""
+  fresh = TX.init(PARAMS).loss_scale_state.policy_state
+  return with_policy_state(state, fresh)
+
+
 @pytest.fixture
 def other():
   """A state after some steps, whose policy state has other fields."""
@@ -184,11 +179,11 @@ def other():
   return with_policy_state(state, OtherState(*values))
 
 
+PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
+
+
 @pytest.mark.parametrize(
-  "protocol",
-  mark_slow_params(
-    [0, pickle.HIGHEST_PROTOCOL], range(pickle.HIGHEST_PROTOCOL + 1)
-  ),
+  "protocol", mark_slow_params([0, pickle.HIGHEST_PROTOCOL], PROTOCOLS)
 )
 def test_a_pickle_of_another_layout_loses_nothing_and_update_says_what_to_do(
   protocol,
@@ -197,9 +192,8 @@ def test_a_pickle_of_another_layout_loses_nothing_and_update_says_what_to_do(
   _, (params, state) = make_after_steps("headroom")
   usual = ols.HeadroomPolicyState
   # Pickles of all protocols call the class by its name.
-  later = collections.namedtuple(
-    "HeadroomPolicyState", [*usual._fields, "more"]
-  )
+  fields = [*usual._fields, "more"]
+  later = collections.namedtuple("HeadroomPolicyState", fields)
 
   class Reader(pickle.Unpickler):
     def find_class(self, module, name):
@@ -210,24 +204,20 @@ def test_a_pickle_of_another_layout_loses_nothing_and_update_says_what_to_do(
   pickled = pickle.dumps((params, state), protocol)
   read_params, read = Reader(io.BytesIO(pickled)).load()
   assert_same_bits(read_params, params)
-  policy_state = read.loss_scale_state.policy_state
-  assert_same_bits(
-    tuple(policy_state), tuple(state.loss_scale_state.policy_state)
-  )
+  policy_states = (x.loss_scale_state.policy_state for x in (read, state))
+  assert_same_bits(*map(tuple, policy_states))
   message = (
     r"fields of HeadroomLossScale \(max_log2_scale, .*\), got 6 values without"
     r" names of another policy, or of an earlier version.*"
-    r" state\._replace\(policy_state=policy\.init\(\)\.policy_state\), where"
-    " state is the loss_scale_state"
+    r" state\._replace\(policy_state=policy\.init\(\)\.policy_state\)"
   )
   with pytest.raises(ValueError, match=message):
     ols._state.get_policy_state(record.POLICIES["headroom"], read[0], later)
   # And a class that was made by hand is what it was.
   with pytest.raises(TypeError):
     usual(max_log2_scale=1)
-  assert usual(*range(6))._asdict() == {
-    x: i for i, x in enumerate(usual._fields)
-  }
+  expected = dict(zip(usual._fields, range(6), strict=True))
+  assert usual(*range(6))._asdict() == expected
 
 
 def test_values_without_names_are_refused(other):
@@ -244,9 +234,8 @@ def test_msgpack_of_another_layout_is_read_into_its_own_fields(other):
     serialization.from_bytes(fresh, data)
   read = serialization.msgpack_restore(data)
   policy_state = TX.init(PARAMS).loss_scale_state.policy_state
-  read["1"]["loss_scale_state"]["policy_state"] = serialization.to_state_dict(
-    policy_state
-  )
+  read_scale_state = read["1"]["loss_scale_state"]
+  read_scale_state["policy_state"] = serialization.to_state_dict(policy_state)
   _, state = serialization.from_state_dict(fresh, read)
   check_fixed(state, other)
 

@@ -23,10 +23,12 @@ NAN, INF = float("nan"), float("inf")
 SGD = ols.with_loss_scaling(optax.sgd(1.0))
 
 
+def eagerly(fun):
+  return fun
+
+
 jit_or_slow_eager = pytest.mark.parametrize(
-  "jit",
-  [jax.jit, pytest.param(lambda fun: fun, marks=pytest.mark.slow)],
-  ids=["jit", "eager"],
+  "jit", mark_slow_params([jax.jit], [jax.jit, eagerly])
 )
 
 
@@ -119,18 +121,15 @@ def test_unscaling_rounds_a_gradient_once():
     assert has_same_bits(updates[dtype], expected)
     # Some versions of XLA multiply by the reciprocal where they are to divide.
     assert unscaled[dtype].dtype == expected.dtype
-    np.testing.assert_allclose(
-      np.float32(unscaled[dtype]),
-      np.float32(expected),
-      rtol=0 if dtype == "bfloat16" else 2.0**-22,
-    )
+    found, expected = np.float32(unscaled[dtype]), np.float32(expected)
+    rtol = 0 if dtype == "bfloat16" else 2.0**-22
+    np.testing.assert_allclose(found, expected, rtol=rtol)
 
 
-FLOAT64 = list(
-  itertools.product(
-    ["float64", "complex128"], [None, 1e6, 0.5], [jax.jit, lambda fun: fun]
-  )
-)
+NORMS = None, 1e6, 0.5
+FLOAT64 = [
+  ("float64", *case) for case in itertools.product(NORMS, [jax.jit, eagerly])
+] + [("complex128", norm, jax.jit) for norm in NORMS]
 
 
 @pytest.mark.parametrize("case", mark_slow_params(FLOAT64[:1], FLOAT64))
@@ -209,12 +208,8 @@ UPDATES = [
 def test_check_updates_checks_the_updates_in_the_dtype_of_the_params(case, jit):
   dtype, value, applied = case
   with jax.enable_x64(value == 1e300):
-    update_of = optax.stateless(
-      lambda updates, params: jnp.full(
-        updates.shape, value, jnp.result_type(value)
-      )
-    )
-    inner = optax.chain(optax.trace(0.5), update_of)
+    full = lambda u, params: jnp.full(u.shape, value, jnp.result_type(value))
+    inner = optax.chain(optax.trace(0.5), optax.stateless(full))
     tx = ols.with_loss_scaling(inner, check_updates=True)
     w = np.ones(3, dtype)
     updates, new = run_step(tx, w, w, jit)
@@ -578,7 +573,6 @@ def test_with_loss_scaling_itself_can_be_injected():
   "options",
   [
     {"max_norm": 1e9, "check_updates": True},
-    pytest.param({}, marks=pytest.mark.slow),
     pytest.param({"grads_are_scaled": True}, marks=pytest.mark.slow),
   ],
   ids=str,
