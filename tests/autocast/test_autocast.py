@@ -39,8 +39,7 @@ PROGRAMS = {
     (x, 0),
   ),
   "checkpoint": lambda x, w: jax.checkpoint(
-    lambda x: jnp.abs(x @ w) @ w,
-    policy=jax.checkpoint_policies.dots_saveable,
+    lambda x: jnp.abs(x @ w) @ w, policy=jax.checkpoint_policies.dots_saveable
   )(x),
   "custom_jvp_without_products": lambda x, w: jax.nn.relu(x @ w),
   "batched_matmul": lambda x, w: jnp.stack([x, x]) @ jnp.stack([w, w.T]),

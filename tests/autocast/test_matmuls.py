@@ -99,9 +99,7 @@ QUICK = [("an embedding", "unchanged"), ("a function of JAX", "unchanged")]
 
 
 @pytest.mark.parametrize(
-  "case",
-  mark_slow_params(QUICK, [*itertools.product(LOSSES, WITHIN)]),
-  ids=str,
+  "case", mark_slow_params(QUICK, [*itertools.product(LOSSES, WITHIN)]), ids=str
 )
 def test_matmuls_of_a_rule_run_in_half_precision_in_any_function(case):
   name, within = case

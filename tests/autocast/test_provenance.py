@@ -321,11 +321,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize(
-  "name",
-  mark_slow_params(
-    ["with_vjp stack", "with_jvp two deep"],
-    PROGRAMS,
-  ),
+  "name", mark_slow_params(["with_vjp stack", "with_jvp two deep"], PROGRAMS)
 )
 def test_a_name_keeps_the_same_matmuls_as_keep_float32(name):
   block, is_stack = PROGRAMS[name]

@@ -3,11 +3,7 @@
 import functools
 
 from helpers import jaxprs, mark_slow_params, sharding
-from helpers.bits import (
-  assert_close,
-  assert_functions_close,
-  assert_same_bits,
-)
+from helpers.bits import assert_close, assert_functions_close, assert_same_bits
 from helpers.devices import require_devices
 import jax
 from jax import lax

@@ -192,9 +192,7 @@ def test_all_finite_checks_floats_only():
 
 
 @pytest.mark.parametrize("differentiate", [ols.value_and_grad, ols.grad])
-def test_the_returned_function_has_the_metadata_of_fun(
-  differentiate,
-):
+def test_the_returned_function_has_the_metadata_of_fun(differentiate):
   def a_loss(params, batch, *, temperature=1.0):
     """How wrong the model is."""
     return jnp.sum(params * batch) * temperature
@@ -354,7 +352,7 @@ def test_scaling_by_hand_is_free_in_rules_and_in_other_threads():
   @jax.custom_vjp
   def layer(w):
     thread = threading.Thread(
-      target=lambda: found.append(jax.grad(scaled)(jnp.ones(()))),
+      target=lambda: found.append(jax.grad(scaled)(jnp.ones(())))
     )
     thread.start()
     thread.join()

@@ -196,11 +196,9 @@ VALUE_ERRORS = {
       "unknown key 'scale'.*Known keys: none",
     ),
   ],
-  interop.from_apex: [
-    ((AMP_OF_TWO,), "2 losses. Choose one with loss_id"),
-  ],
+  interop.from_apex: [((AMP_OF_TWO,), "2 losses. Choose one with loss_id")],
   functools.partial(interop.from_apex, loss_id=1): [
-    (({"loss_scaler0": samples.AMP},), "must hold loss_scaler1"),
+    (({"loss_scaler0": samples.AMP},), "must hold loss_scaler1")
   ],
   interop.from_keras: [
     ((ADAM,), "unknown key 'learning_rate'"),
@@ -234,10 +232,7 @@ VALUE_ERRORS = {
       for block in ({"loss_scale": 8}, {"enabled": False})
       for state, message in (
         ({}, "must hold cur_scale"),
-        (
-          {"cur_scale": 64.0},
-          "cur_scale in .* must be [18].0, as in the fp16",
-        ),
+        ({"cur_scale": 64.0}, "cur_scale in .* must be [18].0, as in the fp16"),
         (samples.DEEPSPEED, "unknown key 'cur_iter' in state of a fixed scale"),
         ({"scale": 8.0}, "unknown key 'scale'"),
       )

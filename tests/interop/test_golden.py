@@ -121,8 +121,7 @@ SYSTEMS = {
     functools.partial(deepspeed_counts, more=1),
   ),
   "fairseq": System(
-    interop.from_fairseq,
-    lambda s, d: interop.from_fairseq(s, d["loss_scale"]),
+    interop.from_fairseq, lambda s, d: interop.from_fairseq(s, d["loss_scale"])
   ),
 }
 

@@ -72,13 +72,7 @@ with ols.autocast():  # mistake
 
 
 def mypy(folder: pathlib.Path) -> set[tuple[str, int]]:
-  command = [
-    sys.executable,
-    "-m",
-    "mypy",
-    "--config-file=",
-    "--output=json",
-  ]
+  command = [sys.executable, "-m", "mypy", "--config-file=", "--output=json"]
   options = ["--check-untyped-defs", "--ignore-missing-imports"]
   out = subprocess.run(
     [*command, *options, "--cache-dir=cache", *FILES],

@@ -227,9 +227,7 @@ def test_a_policy_state_is_recognized_by_its_fields_in_any_class(policy):
 
 
 @each_remembering
-def test_a_policy_state_with_other_fields_is_refused_in_any_class(
-  policy,
-):
+def test_a_policy_state_with_other_fields_is_refused_in_any_class(policy):
   state = policy.init()
   fields = {**state.policy_state._asdict(), "more": jnp.int32(0)}
   name = type(state.policy_state).__name__

@@ -94,10 +94,7 @@ QUICK = {
     start_with, [(STARTS[3], LEVELS, 4_000)], lost=39
   ),
   "10 NaNs, then spikes": Bounds(
-    every,
-    [(range(5, 301, 40), 0.0, -20.0, 4_000, 10)],
-    lost=45,
-    in_a_row=20,
+    every, [(range(5, 301, 40), 0.0, -20.0, 4_000, 10)], lost=45, in_a_row=20
   ),
   "NaNs, then a drop with spikes": Bounds(spikes_after_nans, [(3,)], lost=50),
   "spikes of 20 binades": Bounds(
@@ -118,9 +115,7 @@ QUICK = {
 }
 SLOW = {
   "sparse gradients of any period": Bounds(
-    every,
-    [([3, 8, 80, 97, 128, 150, 200, 300, *PERIODS], -14.0)],
-    lost=10,
+    every, [([3, 8, 80, 97, 128, 150, 200, 300, *PERIODS], -14.0)], lost=10
   ),
   "bad steps, then any gradients": Bounds(
     start_with, [(x, LEVELS, len(x) + 100) for x in STARTS[1:3]], lost=39
