@@ -66,8 +66,7 @@ def test_an_nnx_model_changes_in_place_as_without_autocast(jit):
 @pytest.mark.slow
 def test_an_nnx_model_itself_may_be_cast():
   model, expected = NnxModel(nnx.Rngs(0)), NnxModel(nnx.Rngs(0))
-  out = ols.autocast(model)(X)
-  np.testing.assert_allclose(out, expected(X), atol=0.01)
+  np.testing.assert_allclose(ols.autocast(model)(X), expected(X), atol=0.01)
   arrays = nnx.Not(nnx.RngKey)
   assert_near(nnx.state(model, arrays), nnx.state(expected, arrays))
 
@@ -127,12 +126,10 @@ def test_a_bound_method_of_an_nnx_model_may_change_it():
 def test_an_nnx_model_that_may_not_change_raises_an_explanatory_error():
   model = Counter()
   loss = lambda x: jnp.sum(ols.autocast(model.count)(x))
-  with pytest.raises(
-    ValueError, match="count inside autocast changes calls of a Flax"
-  ):
-    jax.grad(loss)(X)
-  with pytest.raises(ValueError, match=r"calls.*nnx\.value_and_grad"):
-    jax.grad(loss)(X)
+  message = r"count inside autocast changes calls of a.*nnx\.value_and_grad"
+  for _ in range(2):
+    with pytest.raises(ValueError, match=message):
+      jax.grad(loss)(X)
 
 
 @pytest.mark.slow

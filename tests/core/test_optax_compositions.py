@@ -131,24 +131,26 @@ def test_lookahead_keeps_fast_and_slow_params_through_an_overflow():
   assert not np.array_equal(good_params.slow["w"], params.slow["w"])
 
 
-# Transforms outside of the scaler, and why they belong inside.
+CLEANING = optax.chain(optax.zero_nans(), optax.clip(1.0))
+SGD = optax.sgd(0.1)
+# A wrapper of the scaler or of the optimizer, and the skips that it sees.
+PLACES = {
+  "cleaning before": (optax.chain(CLEANING, ols.with_loss_scaling(SGD)), 0),
+  "cleaning inside": (ols.with_loss_scaling(optax.chain(CLEANING, SGD)), 1),
+  "apply_if_finite around": (
+    optax.apply_if_finite(ols.with_loss_scaling(SGD), 5), 0,
+  ),
+}  # fmt: skip
 
 
-def test_cleaning_gradients_before_the_scaler_hides_overflows():
-  grads = [np.float32([np.nan, np.inf])]
-  cleaning = optax.chain(optax.zero_nans(), optax.clip(1.0))
-  before = optax.chain(cleaning, ols.with_loss_scaling(optax.sgd(0.1)))
-  inside = ols.with_loss_scaling(optax.chain(cleaning, optax.sgd(0.1)))
-  for tx, skips in [(before, 0), (inside, 1)]:
-    _, opt_state = jax.jit(tx.update)(grads, tx.init(grads))
-    assert ols.get_loss_scale_state(opt_state).total_notfinite == skips
-
-
-def test_apply_if_finite_around_keeps_overflows_from_the_scaler():
-  around = optax.apply_if_finite(ols.with_loss_scaling(optax.sgd(0.1)), 5)
-  w = np.ones(2, np.float32)
-  _, opt_state = jax.jit(around.update)(w * np.nan, around.init(w), w)
-  assert ols.get_loss_scale_state(opt_state).loss_scale == 2.0**15
+@pytest.mark.parametrize("name", PLACES)
+def test_transforms_outside_of_the_scaler_hide_overflows_from_it(name):
+  tx, skips = PLACES[name]
+  grads = np.float32([np.nan, np.inf])
+  _, opt_state = jax.jit(tx.update)(grads, tx.init(grads), grads)
+  scale_state = ols.get_loss_scale_state(opt_state)
+  assert scale_state.total_notfinite == skips
+  assert scale_state.loss_scale == 2.0 ** (15 - skips)
 
 
 def test_optax_gets_and_sets_the_scale_and_the_learning_rate():

@@ -1,7 +1,6 @@
 """Selecting inside the inner update: the values of the plain select."""
 
 import functools
-from typing import Any, NamedTuple
 
 from helpers import mark_slow_params
 from helpers.bits import assert_same_bits
@@ -156,23 +155,6 @@ def test_scalar_literals_are_selected():
   update = lambda g, s, p: (g, {"a": jnp.float32(1), "b": jnp.int32(2)})
   _, new = check_against_plain(update, GRADS, state)
   assert new == {"a": 1, "b": 2}
-
-
-class KeyedState(NamedTuple):
-  key: Any
-  count: Any
-  label: Any
-
-
-@pytest.mark.slow
-def test_keys_integers_and_missing_leaves_are_selected_too():
-  def update(grads, state, params):
-    key, sub = jax.random.split(state.key)
-    noise = jax.random.normal(sub, grads.shape)
-    return grads + noise, KeyedState(key, state.count + 1, None)
-
-  state = KeyedState(jax.random.key(0), jnp.int32(7), None)
-  check_against_plain(update, GRADS, state)
 
 
 def test_python_numbers_in_a_state_that_is_closed_over_are_selected():

@@ -1,7 +1,6 @@
 """Equinox: models with static leaves, filtered transformations; Diffrax."""
 
 from collections.abc import Callable
-import inspect
 from typing import Any
 
 import chex
@@ -119,17 +118,6 @@ def test_filtered_gradients_equal_those_of_equinox():
   chex.assert_trees_all_close(grads, want, rtol=1e-2, atol=1e-4)
 
 
-def test_autocast_may_decorate_the_loss():
-  """The page on frameworks describes a model that is cast by hand."""
-  loss_fn = lambda w: (w.astype(jnp.float16) ** 2).astype(jnp.float32)
-  state = ols.FixedLossScale(2.0**10).init()
-  for using in jax.value_and_grad, eqx.filter_value_and_grad:
-    plain = inspect.unwrap(using(loss_fn))
-    assert plain is loss_fn
-    fun = ols.value_and_grad(plain, state, using=using)
-    assert fun(np.float32(3)) == (9, 6)
-
-
 # Differential equations, with Diffrax's default adjoint under `vmap`.
 
 
@@ -187,23 +175,3 @@ def test_a_neural_ode_trains_as_in_float32_with_most_matmuls_in_float16():
     eqx.filter_grad(ols.autocast(neural_ode)), Field(), SERIES
   )
   assert 0.5 < report.fraction < 1
-
-
-@pytest.mark.slow
-def test_a_frozen_layer_is_filtered_out():
-  model, tx, _ = make(optax.sgd(0.1))
-  spec = jax.tree.map(lambda _: False, model)
-  spec = eqx.tree_at(lambda m: m.mlp.layers[-1].bias, spec, True)
-  diff, frozen = eqx.partition(model, spec)
-  opt_state = tx.init(diff)
-  (batch,) = make_batches(1)
-
-  def loss_of_bias(diff, batch):
-    return loss_fn(eqx.combine(diff, frozen), batch)
-
-  grad_fn = ols.grad(loss_of_bias, opt_state, using=eqx.filter_value_and_grad)
-  grads = grad_fn(diff, batch)
-  updates, _ = tx.update(grads, opt_state, diff)
-  assert len(jax.tree.leaves(updates)) == 1
-  after = eqx.combine(eqx.apply_updates(diff, updates), frozen)
-  assert loss_fn(after, batch) < loss_fn(model, batch)

@@ -150,16 +150,3 @@ def test_an_nnx_model_that_jax_cannot_differentiate_raises_with_the_fix():
   with pytest.raises(TypeError) as caught:
     ols.grad(lambda x: jnp.sum(x), state)(np.arange(2))
   assert not any(hint in n for n in getattr(caught.value, "__notes__", ()))
-
-
-@pytest.mark.slow
-def test_extra_arguments_reach_the_inner_optimizer():
-  model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
-  tx = ols.with_loss_scaling(optax.polyak_sgd(0.1))
-  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-  differentiated = ols.value_and_grad(
-    loss_fn, optimizer, using=nnx.value_and_grad
-  )
-  loss, grads = differentiated(model, *BATCH)
-  optimizer.update(model, grads, value=loss)
-  assert loss_fn(model, *BATCH) < loss

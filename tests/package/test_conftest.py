@@ -34,17 +34,16 @@ def test_tests_without_enough_devices_are_skipped_with_a_reason():
   assert re.search(rf"SKIPPED \[1\] tests/\S+: {reason}", out)
 
 
+PLATFORMS = {
+  "": "cpu",
+  "cpu": "cpu",
+  "cuda,cpu": "cpu,cuda",
+  "tpu,cuda": "cpu,tpu,cuda",
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  ("chosen", "platforms"),
-  [
-    ("", "cpu"),
-    ("cpu", "cpu"),
-    ("cuda", "cpu,cuda"),
-    ("cuda,cpu", "cpu,cuda"),
-    ("tpu,cuda", "cpu,tpu,cuda"),
-  ],
-)
+@pytest.mark.parametrize(("chosen", "platforms"), PLATFORMS.items())
 def test_the_cpu_is_the_default_platform_next_to_those_of_the_user(
   chosen, platforms
 ):
@@ -75,10 +74,7 @@ def test_unmarked():
 
 @pytest.mark.slow
 def test_marked_tests_run_on_the_accelerator_and_no_others(tmp_path):
-  path = tmp_path / "test_marked.py"
-  path.write_text(MARKED)
-  options = "-p", "conftest", "-p", "no:cacheprovider", "-c", "pyproject.toml"
-  assert "2 passed" in run("-m", "pytest", *options, str(path))
+  assert "2 passed" in run_tests(tmp_path, MARKED)
 
 
 USAGE = quick_budget.Usage(tests=1, programs=8, operations=99, seconds=30.0)
@@ -150,6 +146,9 @@ BUDGET_OF_ALL = "\nquick_budget.MAX_PROGRAMS_OF_ALL = {}\n"
 EIGHT = ["--quick-budget", "-k", "eight or slow"]
 
 
+OVER_ALL = "The budget of all quick tests is 7 programs.*2 passed"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("options", "code", "printed", "status"),
@@ -159,23 +158,23 @@ EIGHT = ["--quick-budget", "-k", "eight or slow"]
     (["--quick-budget"], "", "2 failed, 3 passed", 1),
     (["--quick-budget", "-n", "1"], "", "2 failed, 3 passed", 1),
     (EIGHT, BUDGET_OF_ALL.format(8), "2 passed", 0),
-    (
-      EIGHT,
-      BUDGET_OF_ALL.format(7),
-      "The budget of all quick tests is 7 programs.*2 passed",
-      1,
-    ),
+    (EIGHT, BUDGET_OF_ALL.format(7), OVER_ALL, 1),
   ],
 )
 def test_with_the_option_quick_tests_above_their_budget_fail(
   options, code, printed, status, tmp_path
 ):
-  path = tmp_path / "test_budget.py"
-  path.write_text(BUDGET + code)
-  plugins = "-p", "conftest", "-p", "no:cacheprovider", "-c", "pyproject.toml"
-  marks = "-m", "slow or not slow"
-  out = run("-m", "pytest", *plugins, *marks, *options, path, status=status)
+  options = "-m", "slow or not slow", *options
+  out = run_tests(tmp_path, BUDGET + code, *options, status=status)
   assert re.search(printed, out, re.MULTILINE | re.DOTALL)
+
+
+def run_tests(folder, code, *options, **kwargs):
+  """Run pytest with the settings of the tests on a file of this code."""
+  path = folder / "test_code.py"
+  path.write_text(code)
+  plugins = "-p", "conftest", "-p", "no:cacheprovider", "-c", "pyproject.toml"
+  return run("-m", "pytest", *plugins, *options, path, **kwargs)
 
 
 def run(*args, status=0, **environment):

@@ -5,7 +5,6 @@ The steps that it loses in long runs are in test_starving.py.
 
 import math
 
-from helpers import sharding
 from helpers.benchmark import load_benchmark
 from helpers.bits import has_same_bits
 from helpers.policy_models import run_policy
@@ -13,8 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
@@ -394,18 +391,3 @@ def test_traced_bounds_are_those_of_the_powers_of_two_within():
   for amax, scale in (2.0**-30, 64), (2.0**13, 0.5):
     states = run_policy(POLICY, [True] * 3, state, amax, **bounds)
     assert states.loss_scale[-1] == scale
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_sharded_jit_changes_the_scale_as_one_device_does(kind):
-  tx = ols.with_loss_scaling(optax.sgd(1.0), POLICY)
-  update, direction = jax.jit(tx.update), jnp.linspace(-1, 0.5, 16)
-  mesh = sharding.make_mesh((8,), ("data",), kind)
-  alone = together = tx.init(direction)
-  for amax in (2.0**-20, 2.0**-12, NAN, 2.0**-12, 0.0, 2.0**3, INF, 2.0**-9):
-    _, alone = update(amax * direction, alone)
-    with jax.set_mesh(mesh):
-      grads = jax.device_put(amax * direction, P("data"))
-      _, together = update(grads, together)
-    assert has_same_bits(together, alone)
