@@ -132,19 +132,16 @@ def test_a_slice_with_an_unknown_index_has_no_number():
   assert list_matmul_names(by_data, {"w": STACK}, X) == ["w"]
   # A part of a part has the number of the part, and several have none.
   slices = lambda params, x: x @ params["w"][0][2:] + x @ params["w"][1, 1:9]
-  assert list_matmul_names(slices, {"w": jnp.ones((2, 10, 8))}, X) == [
-    "w/0",
-    "w",
-  ]
+  found = list_matmul_names(slices, {"w": jnp.ones((2, 10, 8))}, X)
+  assert found == ["w/0", "w"]
 
 
 def test_a_weight_is_followed_through_shard_map():
   mesh = jax.make_mesh((1,), ("i",))
   gather = lambda w, x: x @ lax.all_gather(w, "i", tiled=True)
-  net = jax.shard_map(gather, mesh=mesh, in_specs=P(), out_specs=P("i"))
-  assert list_matmul_names(lambda p, x: net(p["w"], x), {"w": WEIGHTS}, X) == [
-    "w"
-  ]
+  mapped = jax.shard_map(gather, mesh=mesh, in_specs=P(), out_specs=P("i"))
+  net = lambda params, x: mapped(params["w"], x)
+  assert list_matmul_names(net, {"w": WEIGHTS}, X) == ["w"]
 
 
 def test_data_has_no_param_path():
@@ -270,13 +267,11 @@ def test_a_model_may_be_the_function():
   model = Stack([Layer(WEIGHTS), Layer(WEIGHTS)])
   trained = lambda model, x: ols.autocast(model)(x)
   params, static = eqx.partition(model, eqx.is_array)
-  found = list_matmuls(
-    lambda p, x: trained(eqx.combine(p, static), x), params, X
-  )
-  assert [name for name, _ in found] == ["layers/0/weight", "layers/1/weight"]
-  bound = jax.tree_util.Partial(
-    lambda params, x: x @ params["w"], {"w": WEIGHTS}
-  )
+  fun = lambda p, x: trained(eqx.combine(p, static), x)
+  names = [name for name, _ in list_matmuls(fun, params, X)]
+  assert names == ["layers/0/weight", "layers/1/weight"]
+  net = lambda params, x: x @ params["w"]
+  bound = jax.tree_util.Partial(net, {"w": WEIGHTS})
   assert list_matmul_names(bound, X) == ["0/0/w"]
 
 
@@ -295,19 +290,12 @@ def test_full_paths_of_a_library_are_not_extended():
   assert found == ["Linen/again", "Linen/compiled", "Linen/last"]
   net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([8, 8])(x)))
   params = jax.eval_shape(net.init, jax.random.key(0), X)
-  assert list_matmul_names(net.apply, params, X) == [
-    "mlp/linear_0",
-    "mlp/linear_1",
-  ]
-
-  def in_a_list(weights, x):
-    with jax.named_scope("dense"):
-      return x @ weights[0]
-
-  assert list_matmul_names(in_a_list, [WEIGHTS], X) == ["dense"]
-  assert list_matmul_names(lambda weights, x: x @ weights[0], [WEIGHTS], X) == [
-    "0"
-  ]
+  found = list_matmul_names(net.apply, params, X)
+  assert found == ["mlp/linear_0", "mlp/linear_1"]
+  in_a_list = lambda weights, x: x @ weights[0]
+  in_a_scope = jax.named_scope("dense")(in_a_list)
+  assert list_matmul_names(in_a_scope, [WEIGHTS], X) == ["dense"]
+  assert list_matmul_names(in_a_list, [WEIGHTS], X) == ["0"]
 
 
 def test_in_a_cast_gradient_only_matmuls_with_weights_have_their_names():

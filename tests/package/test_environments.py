@@ -12,7 +12,7 @@ import pytest
 
 TOOLS = ROOT / "tools"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-FAKE_PYTHON = """#!{sh}
+FAKE_PYTHON = """
 case "$*" in
   "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
   *ensurepip*) echo {version} {path} ;;
@@ -29,21 +29,19 @@ class Machine:
   """
 
   def __init__(self, folder):
-    self.home, self.shims, self.bin = paths = [
-      folder / name for name in ("home", "shims", "bin")
-    ]
+    names = "home", "shims", "bin"
+    self.home, self.shims, self.bin = paths = [folder / name for name in names]
     for path in paths:
       path.mkdir()
-    commands = "bash", "cp", "dirname", "env", "ls", "mkdir", "rm", "sort"
-    for command in (*commands, "sh", "touch"):
+    for command in "bash cp dirname env ls mkdir rm sort sh touch".split():
       (self.bin / command).symlink_to(shutil.which(command))
 
   def add(self, version, folder=None):
     """A Python that works: on the PATH, or in another folder."""
     path = (folder or self.bin) / f"python{version}"
-    sh = shutil.which("sh")
-    text = FAKE_PYTHON.format(sh=sh, version=version, path=path)
-    return write_executable(path, text)
+    return write_executable(
+      path, FAKE_PYTHON.format(version=version, path=path)
+    )
 
   def add_pyenv(self, patch, root=".pyenv"):
     """One that pyenv installed, with its full version."""
@@ -52,9 +50,8 @@ class Machine:
 
   def add_shim(self, version):
     """The shim that pyenv puts first on the PATH for an unselected version."""
-    text = "echo 'pyenv: command not found' >&2; exit 127"
-    path = self.shims / f"python{version}"
-    write_executable(path, f"#!{shutil.which('sh')}\n{text}\n")
+    text = "\necho 'pyenv: command not found' >&2; exit 127\n"
+    write_executable(self.shims / f"python{version}", text)
 
   def run(self, script, *arguments, **environment):
     """Exit status, output and errors of a script of this repository."""
@@ -73,7 +70,7 @@ class Machine:
 
 def write_executable(path, text):
   path.parent.mkdir(parents=True, exist_ok=True)
-  path.write_text(text)
+  path.write_text(f"#!{shutil.which('sh')}{text}")
   path.chmod(0o755)
   return str(path)
 
@@ -125,7 +122,7 @@ def test_the_python_option_replaces_the_search(machine):
 @pytest.mark.slow
 def test_ci_run_stops_at_once_without_a_new_python(machine):
   machine.add("3.11")
-  write_executable(machine.bin / "make", "#!/bin/sh\necho it ran\n")
+  write_executable(machine.bin / "make", "\necho it ran\n")
   status, printed, errors = machine.run(".ci/run")
   assert status == 1 and printed == ""
   assert "Python 3.12 or later is needed" in errors
@@ -189,15 +186,13 @@ def venv(machine, tmp_path):
 
 @pytest.mark.slow
 def test_an_environment_is_created_once_and_recreated_for_another_python(venv):
-  assert venv.make("3.12")[0] == 0
+  assert venv.make("3.12") == (0, "")
   made = venv.mark.stat().st_mtime_ns
   venv.installed.touch()
   assert venv.make("3.12") == (0, "")
-  assert venv.mark.stat().st_mtime_ns == made
-  assert venv.installed.exists()
+  assert venv.mark.stat().st_mtime_ns == made and venv.installed.exists()
   assert venv.make("3.13")[0] == 0
-  assert venv.version == "3.13"
-  assert not venv.installed.exists()
+  assert venv.version == "3.13" and not venv.installed.exists()
 
 
 @pytest.mark.slow
@@ -206,8 +201,7 @@ def test_an_environment_of_a_user_is_used_or_refused_but_never_removed(venv):
   venv.mark.unlink()
   status, message = venv.make("3.13")
   assert status == 1 and "was not made by make. Remove it" in message
-  assert venv.version == "3.12"
-  assert venv.make("3.12") == (0, "")
+  assert venv.version == "3.12" and venv.make("3.12") == (0, "")
 
 
 @pytest.mark.slow
@@ -217,8 +211,7 @@ def test_an_incomplete_environment_is_recreated(venv, mark):
   venv.folder.mkdir()
   (venv.folder / mark).touch()
   assert venv.make("3.12")[0] == 0
-  assert venv.version == "3.12"
-  assert not venv.installed.exists()
+  assert venv.version == "3.12" and not venv.installed.exists()
 
 
 def test_the_paths_that_make_targets_name_exist():

@@ -107,11 +107,8 @@ def read_internals():
   """The parameters of primitives, and the attributes of objects of hijax."""
   found = {}
   for name, fun in PROGRAMS.items():
-    (params,) = {
-      tuple(sorted(e.params))
-      for e in list_eqns(fun)
-      if e.primitive.name == name
-    }
+    eqns = [e for e in list_eqns(fun) if e.primitive.name == name]
+    (params,) = {tuple(sorted(e.params)) for e in eqns}
     found[name] = list(params)
   for flag, (kind, make) in FLAGS.items():
     if hasattr(jax.config, flag):
@@ -139,14 +136,11 @@ def parse_version(version):
 def test_the_parameters_of_primitives_are_those_that_were_recorded():
   release, before = load_recorded()
   after = read_internals()
-  changes = {
-    name: {
-      "gone": sorted({*before.get(name, ())} - {*after.get(name, ())}),
-      "new": sorted({*after.get(name, ())} - {*before.get(name, ())}),
-    }
-    for name in sorted({*before, *after})
-    if sorted(before.get(name, ())) != sorted(after.get(name, ()))
-  }
+  changes = {}
+  for name in {*before, *after}:
+    old, new = ({*found.get(name, ())} for found in (before, after))
+    if old != new:
+      changes[name] = {"gone": sorted(old - new), "new": sorted(new - old)}
   assert not changes, f"JAX {jax.__version__} after {release}"
 
 
@@ -188,25 +182,20 @@ def test_types_contain_the_varying_axes():
   seen = []
 
   def local(x):
-    seen.append(
-      (
-        _primitives.get_varying_axes(x),
-        _primitives.get_varying_axes(lax.psum(x, "i")),
-      )
-    )
-    return lax.psum(x, "i")
+    both = x, lax.psum(x, "i")
+    seen.extend(map(_primitives.get_varying_axes, both))
+    return both[1]
 
   mesh = sharding.make_mesh((2,), ("i",))
   fun = jax.shard_map(local, mesh=mesh, in_specs=P("i"), out_specs=P())
   jax.make_jaxpr(fun)(jnp.ones(2))
-  assert seen == [(frozenset({"i"}), frozenset())]
+  assert seen == [frozenset({"i"}), frozenset()]
 
 
 def test_a_type_of_another_jax_raises_an_error_that_requests_a_report():
+  message = f"{re.escape(jax.__version__)}.*Please report it"
   for kind in (types.SimpleNamespace(), types.SimpleNamespace(vma=None)):
-    with pytest.raises(RuntimeError, match=re.escape(jax.__version__)):
-      _primitives.get_aval_varying_axes(kind)
-    with pytest.raises(RuntimeError, match="Please report it"):
+    with pytest.raises(RuntimeError, match=message):
       _primitives.get_aval_varying_axes(kind)
 
 
@@ -288,10 +277,9 @@ def test_scopes_are_objects_that_stay_with_an_equation():
 
 
 def record():
-  releases = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-  releases[".".join(map(str, parse_version(jax.__version__)))] = (
-    read_internals()
-  )
+  releases = json.loads(RECORD.read_text())
+  version = ".".join(map(str, parse_version(jax.__version__)))
+  releases[version] = read_internals()
   releases = dict(sorted(releases.items(), key=lambda r: parse_version(r[0])))
   RECORD.write_text(json.dumps(releases, indent=1) + "\n")
 
