@@ -21,7 +21,6 @@ W = jnp.float32(np.arange(16).reshape(4, 4) % 3 - 1)
 
 
 def program(fun):
-  """Adds a function of two arrays to those that all tests are of."""
   PROGRAMS[fun.__name__] = fun
   return fun
 

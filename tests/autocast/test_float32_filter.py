@@ -52,7 +52,6 @@ ruled.defvjp(forward, backward)
 
 
 def net(first, second=other):
-  """Compute two matmuls, in the scopes ``net/a`` and ``net/b``."""
   both = lambda w, x: with_scope("b", second)(first(x, w), w)
   return with_scope("net", both)
 
@@ -61,7 +60,6 @@ BLOCK = jax.jit(kept)  # One jaxpr, called from two scopes.
 
 
 def scan_once(fun):
-  """Return a function that calls another one in a loop of one step."""
   return lambda x, w: lax.scan(
     lambda x, _: (fun(x, w), None), x, None, length=1
   )[0]
@@ -95,13 +93,11 @@ BY_SCOPE = [
 
 
 def count_matmuls_by_scope(fun, *args):
-  """Count the matmuls of each dtype by their scope."""
   found = jaxprs.list_named_matmuls(fun, *args)
   return collections.Counter((x.scope, x.dtype) for x in found)
 
 
 def get_a_and_b_dtypes(fun, *args):
-  """Return the dtypes of the matmuls in the scopes ``net/a`` and ``net/b``."""
   found = count_matmuls_by_scope(fun, *args)
   return tuple(
     {dtype for scope, dtype in found if scope.startswith(name)}

@@ -46,7 +46,6 @@ def nnx_loss(model, x, mode="train"):
 
 
 def run_in_nnx(loss_fn, jit):
-  """Return the results of three gradient calls, and the final model."""
   model = NnxModel(nnx.Rngs(0))
   gradient = jit(
     lambda model: nnx.value_and_grad(loss_fn)(model, X, mode="train")
@@ -165,16 +164,12 @@ def test_a_region_of_a_haiku_transform_may_be_cast():
 
 
 class LinenModel(nn.Module):
-  """With parts that stay in float32."""
-
   @nn.compact
   def __call__(self, x):
     return Kept()(ols.keep_float32(nn.Dense(4))(nn.Dense(8)(x)))
 
 
 class Kept(nn.Module):
-  """A layer whose method is marked."""
-
   @ols.keep_float32
   @nn.compact
   def __call__(self, x):

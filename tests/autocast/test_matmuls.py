@@ -23,8 +23,6 @@ TABLE = jnp.asarray(TABLE)
 
 
 def make_lookup(dtype):
-  """Return an indexing function whose rule has a matmul with this dtype."""
-
   def backward(kept, g):
     size, ids = kept
     return jax.nn.one_hot(ids, size, dtype=dtype).T @ g, None
@@ -196,7 +194,6 @@ def loss(rule, wrap=lambda fun: fun):
 
 
 def list_matmuls(fun, *args):
-  """Return the path of the weights and the dtype of each matmul."""
   return [(x.weights, x.dtype) for x in jaxprs.list_named_matmuls(fun, *args)]
 
 

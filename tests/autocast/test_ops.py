@@ -43,7 +43,6 @@ LEFT_ALONE = {
 
 
 def list_matmul_dtypes(fun):
-  """The dtypes of the operands and the result of each matmul, in order."""
   eqns = jaxprs.list_eqns(fun, X, X)
   return [
     [str(v.aval.dtype) for v in (*eqn.invars[:2], *eqn.outvars)]

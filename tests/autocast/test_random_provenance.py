@@ -134,7 +134,6 @@ def program(nests):
 
 
 def get_matmul_dtypes(fun, *args):
-  """Return the dtypes of the matmuls of each weight, forward and backward."""
   found = collections.defaultdict(set)
   for x in jaxprs.list_named_matmuls(fun, *args, only_live=True):
     found[x.weights].add((x.backward, x.dtype))

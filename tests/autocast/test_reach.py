@@ -160,7 +160,6 @@ def rename_params(eqn):
 
 
 def make_unknown_eqn(eqn):
-  """Return an equation of an unknown primitive."""
   primitive = type(eqn.primitive)("no_such_primitive")
   return eqn.replace(primitive=primitive)
 

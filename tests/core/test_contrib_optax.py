@@ -33,8 +33,6 @@ def loss_fn(params, x):
 
 
 def train(tx, value_and_grad, params, batches):
-  """Returns the losses, the parameters and the state after all batches."""
-
   def step(carry, x):
     params, state = carry
     loss, grads = value_and_grad(loss_fn, state)(params, x)

@@ -20,7 +20,6 @@ GRADS = jnp.array([1.0, -2.0, 0.0, 0.5])
 
 
 def select_after_update(update, finite, grads, state, params):
-  """Apply the update and select afterwards: the reference for the splice."""
   updates, new_state = update(grads, state, params)
   return updates, _select.select_state(finite, new_state, state)
 
@@ -56,12 +55,10 @@ def check_against_plain(update, grads, state):
 
 
 def moments(grads, state):
-  """Two new leaves from two old ones."""
   return {"a": 0.9 * state["a"] + grads, "b": state["b"] + grads**2}
 
 
 def of_state(state):
-  """Updates that read the new state, as those of an optimizer do."""
   return state["a"] / (jnp.sqrt(state["b"]) + 1)
 
 
@@ -216,7 +213,6 @@ def test_unchanged_leaves_of_a_state_are_not_selected():
 
 
 def list_selected_readers(update):
-  """Names of the primitives that read a selected value, in order."""
   closed, _ = make_select_jaxpr(_select.update_with_selects, update, GRADS, OLD)
   found, selected = [], set()
   for eqn in closed.jaxpr.eqns:

@@ -135,7 +135,6 @@ def make_subnormals(dtype):
 
 
 def run_skipped_step(optimizer, params, jitted, select):
-  """The params after a step that is skipped."""
   tx = ols.with_loss_scaling(OPTIMIZERS[optimizer])
 
   def step(params, state, grads):

@@ -37,12 +37,10 @@ VERSIONS = [x.stem for x in STORED.glob("[0-9]*.json")]
 
 @functools.cache
 def make_after_steps(name):
-  """The optimizer, and the parameters and its state after some steps."""
   return record.make(record.POLICIES[name])
 
 
 def load_stored(version, kind):
-  """The bytes that a version wrote."""
   as_text = json.loads((STORED / f"{version}.json").read_text())
   return base64.b64decode(as_text[kind])
 

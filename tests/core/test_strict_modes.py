@@ -1,6 +1,7 @@
 """The core under each of JAX's strict modes: same results, nothing tripped."""
 
 import contextlib
+import functools
 
 from helpers import mark_slow_params
 from helpers.bits import has_same_bits
@@ -30,11 +31,8 @@ OPTIONS = {
 
 
 def loss_fn(params, x):
-  half = params["w"].astype(jnp.float16)
-  hidden = jnp.tanh(x.astype(jnp.float16) @ half) + params["b"].astype(
-    jnp.float16
-  )
-  return jnp.mean(jnp.square(hidden.astype(jnp.float32)))
+  x, w, b = (a.astype(jnp.float16) for a in (x, params["w"], params["b"]))
+  return jnp.mean(jnp.square(jnp.tanh(x @ w + b).astype(jnp.float32)))
 
 
 def train(tx, params, batches, flags, grads_are_scaled):
@@ -54,37 +52,34 @@ def train(tx, params, batches, flags, grads_are_scaled):
   return jax.lax.scan(step, (params, tx.init(params)), (batches, flags))
 
 
-@pytest.fixture(scope="module")
-def inputs():
-  rng = np.random.default_rng(0)
-  params = {
-    "w": rng.normal(size=(4, 3)).astype(np.float32),
-    "b": np.zeros((2, 3), np.float32),
-  }
-  batches = rng.normal(size=(6, 2, 4)).astype(np.float32)
-  flags = np.array([True, True, False, True, True, True])
-  return jax.device_put((params, batches, flags))
+RNG = np.random.default_rng(0)
+PARAMS = {
+  "w": RNG.normal(size=(4, 3)).astype(np.float32),
+  "b": np.zeros((2, 3), np.float32),
+}
+BATCHES = RNG.normal(size=(6, 2, 4)).astype(np.float32)
+FLAGS = np.array([True, True, False, True, True, True])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_training_loop_does_the_same_in_every_mode(mode, options, inputs):
+def test_a_training_loop_does_the_same_in_every_mode(mode, options):
   options = OPTIONS[options]
+  inputs = jax.device_put((PARAMS, BATCHES, FLAGS))
   tx = ols.with_loss_scaling(
     optax.sgd(0.125, momentum=0.5),  # Optax's Adam itself promotes
     ols.DynamicLossScale(2.0**10, growth_interval=3, hysteresis=2),
     **options,
   )
-  run = lambda p, b, f: train(
-    tx, p, b, f, options.get("grads_are_scaled", False)
-  )
+  is_scaled = options.get("grads_are_scaled", False)
+  run = functools.partial(train, tx, grads_are_scaled=is_scaled)
   expected = jax.jit(run)(*inputs)
   with MODES[mode]():
     got = jax.jit(run)(*inputs)
   got_state, want_state = got[1].loss_scale_state, expected[1].loss_scale_state
   assert has_same_bits(got_state, want_state)
-  assert got_state.last_finite.tolist() == inputs[2].tolist()
+  assert got_state.last_finite.tolist() == FLAGS.tolist()
   assert got_state.loss_scale.tolist() == [1024.0] * 5 + [2048.0]
   for a, b in zip(*map(jax.tree.leaves, (got[0], expected[0])), strict=True):
     # Fused and unfused float16 arithmetic round differently.
@@ -95,10 +90,10 @@ def test_a_training_loop_does_the_same_in_every_mode(mode, options, inputs):
   "mode",
   mark_slow_params(["debug_nans"], ["debug_nans", "no_transfers", "leaks"]),
 )
-def test_an_overflow_inside_a_jitted_step_raises_no_error(mode, inputs):
+def test_an_overflow_inside_a_jitted_step_raises_no_error(mode):
   policy = ols.DynamicLossScale(2.0**30)
   tx = ols.with_loss_scaling(optax.sgd(0.1), policy, max_norm=1.0)
-  params, batches, _ = inputs
+  params, batch = jax.device_put((PARAMS, BATCHES[0]))
 
   @jax.jit
   def step(params, state, batch):
@@ -107,7 +102,6 @@ def test_an_overflow_inside_a_jitted_step_raises_no_error(mode, inputs):
     return optax.apply_updates(params, updates), state
 
   state = tx.init(params)
-  batch = batches[0]
   with MODES[mode]():
     new, state = step(params, state, batch)
   assert state.loss_scale_state.total_notfinite == 1
@@ -115,7 +109,6 @@ def test_an_overflow_inside_a_jitted_step_raises_no_error(mode, inputs):
 
 
 def from_key(update):
-  """Return an optimizer whose state is a PRNG key."""
   return optax.GradientTransformation(
     lambda params: None,  # The tests make the key.
     lambda grads, key, params=None: update(grads, key),
@@ -138,7 +131,6 @@ def fold_in_key(grads, key):
 
 
 def take_steps(update, key, flags, jit=jax.jit, **options):
-  """Return the key after each step."""
   tx = ols.with_loss_scaling(from_key(update), **options)
   grads = jnp.ones(2)
   step = jit(lambda state, finite: tx.update(grads, state, grads_finite=finite))
@@ -165,13 +157,9 @@ def test_a_key_that_a_skipped_step_used_may_be_used_again(
   make_key, jit, check_updates
 ):
   with jax.debug_key_reuse(True):
-    keys = take_steps(
-      add_noise,
-      make_key(0),
-      [True, False, True],
-      jit,
-      check_updates=check_updates,
-    )
+    flags = True, False, True
+    options = {"check_updates": check_updates}
+    keys = take_steps(add_noise, make_key(0), flags, jit, **options)
   first, second, third = map(jax.random.key_data, keys)
   assert has_same_bits(first, second) and not has_same_bits(second, third)
 

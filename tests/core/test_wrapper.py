@@ -33,8 +33,6 @@ jit_or_slow_eager = pytest.mark.parametrize(
 
 
 def run_step(tx, grads, params=None, jit=jax.jit, **kwargs):
-  """Return the updates and the state after a first step."""
-
   def step(grads, params):
     state = tx.init(grads if params is None else params)
     return tx.update(grads, state, params, **kwargs)

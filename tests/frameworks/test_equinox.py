@@ -122,8 +122,6 @@ def test_filtered_gradients_equal_those_of_equinox():
 
 
 class Field(eqx.Module):
-  """A vector field, and its values at some times."""
-
   field: eqx.nn.MLP
 
   def __init__(self):

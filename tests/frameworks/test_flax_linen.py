@@ -22,8 +22,6 @@ class StatsState(TrainState):
 
 
 class Model(nn.Module):
-  """Half precision except for the loss."""
-
   @nn.compact
   def __call__(self, x, train=True):
     x = nn.Dense(8, dtype=jnp.float16)(x)
@@ -59,7 +57,6 @@ def step(state, batch):
 
 @pytest.fixture(scope="module")
 def started():
-  """A state after two good steps."""
   policy = ols.DynamicLossScale(growth_interval=3)
   tx = ols.with_loss_scaling(optax.sgd(0.1, momentum=0.9), policy)
   state = make_state(tx)

@@ -16,8 +16,6 @@ BAD_BATCH = make_overflowing_batch(BATCH)
 
 
 class Model(nnx.Module):
-  """Half precision except for the loss."""
-
   def __init__(self, rngs):
     half = {"dtype": jnp.float16, "rngs": rngs}
     self.hidden = nnx.Linear(4, 8, **half)
@@ -57,7 +55,6 @@ step = nnx.jit(train_step)
 
 
 def arrays(node, *filters):
-  """A snapshot: the arrays of a model or an optimizer."""
   return jax.tree.map(np.array, jax.tree.leaves(nnx.state(node, *filters)))
 
 

@@ -140,7 +140,6 @@ def test_without_flaxs_restore_a_wrapped_target_is_refused(tmp_path):
 
 
 def make_scaled_state():
-  """A run with DynamicScale that has grown once."""
   dynamic_scale = DynamicScale(
     growth_interval=12, fin_steps=8, scale=jnp.float32(2.0**17)
   )

@@ -171,7 +171,6 @@ def test_values_that_the_other_system_would_not_write_are_refused(
 
 
 def make_object(method):
-  """An object with this method, as another library has it."""
   return type("Scaler", (), {method: lambda self: {}})()
 
 

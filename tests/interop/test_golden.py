@@ -28,8 +28,6 @@ LEAVES_THE_RANGE = {"top", "bottom", "long fall", "long climb"}
 
 @dataclasses.dataclass(frozen=True)
 class System:
-  """How the tests read a golden file."""
-
   start: object  # from the recorded settings to (policy, state)
   resume: object  # from these and what was saved to (policy, state)
   # From the recorded counters and the settings to ours.
@@ -128,7 +126,6 @@ SYSTEMS = {
 
 @functools.cache
 def load_cases(name):
-  """The cases of each group, which have their settings in common."""
   groups = {}
   for case in interop_replay.load(name)["cases"]:
     if case["settings"].get("dynamic", True):
@@ -354,7 +351,6 @@ RUNS = {
 
 
 def train(policy, inner, *, counts_move_on_skips=False):
-  """Params and scale after each step, and the last optimizer state."""
   tx = ols.with_loss_scaling(inner, policy)
 
   def loss_fn(params, x, y):
@@ -404,7 +400,6 @@ def test_params_and_scale_equal_the_other_system_at_every_step(run):
 
 
 def test_the_counters_that_advance_on_a_skipped_step_match_the_docs():
-  """Check the counters that docs/reference/migrating.md lists."""
   assert (APPLIED, ALL) == (22, 30)
   counts = {
     (package, counter): count

@@ -178,7 +178,6 @@ def run_tests(folder, code, *options, **kwargs):
 
 
 def run(*args, status=0, **environment):
-  """Run Python in the root of the repository, and return what it prints."""
   kept = {name: x for name, x in os.environ.items() if name[:4] != "JAX_"}
   paths = [str(ROOT), str(ROOT / "tests")]
   done = subprocess.run(

@@ -143,7 +143,6 @@ lower_bounds = runpy.run_path(str(TOOLS / "lower_bounds.py"))["lower_bounds"]
 
 
 def make_project(jax):
-  """Return the input of lower_bounds with this requirement of jax."""
   others = [r for r in PROJECT["dependencies"] if not re.match(r"jax\b", r)]
   return PROJECT | {"dependencies": [jax, *others]}
 
@@ -162,8 +161,6 @@ def test_jax_has_a_minimum_version_and_no_maximum(jax):
 
 
 class Venv:
-  """An environment that make_venv.sh makes."""
-
   def __init__(self, machine, folder):
     self.machine, self.folder = machine, folder
     self.mark, self.installed = folder / "made", folder / "installed-test"

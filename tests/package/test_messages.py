@@ -81,7 +81,6 @@ def get_text(node: ast.AST) -> str | None:
 
 
 def find_faults(text: str) -> list[str]:
-  """Returns the words of each pattern in a text."""
   found = [re.search(pattern, text) for pattern in PATTERNS]
   return [match.group().strip() for match in found if match]
 

@@ -57,7 +57,6 @@ def test_public_names_are_documented_with_an_example():
 
 
 def list_missing(name):
-  """Return what the docstring of a public name lacks."""
   thing = getattr(ols, name)
   doc = inspect.getdoc(thing)
   if not doc:

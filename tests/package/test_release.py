@@ -21,7 +21,6 @@ NAME = f"optax_lossscale-{ols.__version__}"
 
 
 def run(*command, cwd):
-  """Return the output of a command; an error contains its messages."""
   done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
   assert done.returncode == 0, done.stdout + done.stderr
   return done.stdout

@@ -117,7 +117,6 @@ PAGE = (ROOT / "docs" / "reference" / "migrating.md").read_text()
 
 
 def read_policy(pattern):
-  """Return the policy that the page on migrating gives for a scaler."""
   (call,) = re.findall(pattern, PAGE, re.MULTILINE)
   return eval(call, {"ols": ols})
 

@@ -202,13 +202,10 @@ def test_every_policy_with_memory_refuses_a_foreign_state_with_the_same_error(
     with pytest.raises(ValueError) as info:
       adjust(policy, state, True)
     got = ", ".join(getattr(state.policy_state, "_fields", ())) or "no fields"
-    assert str(info.value) == (
-      f"state.policy_state must have the fields of {type(policy).__name__}"
-      f" ({', '.join(kind._fields)}), got {got} of another policy, or of an"
-      " earlier version. To keep the loss scale, use"
-      " state._replace(policy_state=policy.init().policy_state), where state is"
-      " the loss_scale_state of an optimizer state."
-    )
+    known = f"{type(policy).__name__} ({', '.join(kind._fields)})"
+    message = str(info.value)
+    assert f"the fields of {known}, got {got} of another policy, or" in message
+    assert "state._replace(policy_state=policy.init().policy_state)" in message
     adopted = state._replace(policy_state=policy.init().policy_state)
     jax.eval_shape(functools.partial(adjust, policy, finite=True), adopted)
 
@@ -263,25 +260,20 @@ def test_a_policy_without_memory_keeps_the_state_of_another_policy(
     assert after[:5] == alone[:5]
 
 
-ARRAYS = {
-  ols.FixedLossScale: {"scale": 8.0},
-  ols.DynamicLossScale: {"init_scale": 8.0, "growth_interval": 3},
-  "hysteresis": {"init_scale": 8.0, "hysteresis": 2},
-  ols.HeadroomLossScale: {
-    "init_scale": 8.0,
-    "amax_history_len": 3,
-    "margin": 1,
-  },
-  interop.DeepSpeedLossScale: {"init_scale": 8.0, "hysteresis": 2},
-  interop.FairseqLossScale: {"growth_interval": 3, "threshold": 2.0},
-}
+ARRAYS = [
+  (ols.DynamicLossScale, {"init_scale": 8.0, "hysteresis": 2}),
+  (ols.DynamicLossScale, {"init_scale": 8.0, "growth_interval": 3}),
+  (ols.FixedLossScale, {"scale": 8.0}),
+  (ols.HeadroomLossScale, {"amax_history_len": 3, "margin": 1}),
+  (interop.DeepSpeedLossScale, {"init_scale": 8.0, "hysteresis": 2}),
+  (interop.FairseqLossScale, {"growth_interval": 3, "threshold": 2.0}),
+]
 
 
-@pytest.mark.parametrize("kind", mark_slow_params(["hysteresis"], ARRAYS))
+@pytest.mark.parametrize("row", mark_slow_params([0], range(len(ARRAYS))))
 @pytest.mark.parametrize("as_array", [jnp.asarray, np.asarray])
-def test_hyperparameters_may_be_arrays_and_no_step_deletes_them(kind, as_array):
-  numbers = ARRAYS[kind]
-  kind = ols.DynamicLossScale if kind == "hysteresis" else kind
+def test_hyperparameters_may_be_arrays_and_no_step_deletes_them(row, as_array):
+  kind, numbers = ARRAYS[row]
   policy = kind(**{name: as_array(x) for name, x in numbers.items()})
   assert policy == kind(**numbers)
   assert hash(policy) == hash(kind(**numbers))
@@ -292,9 +284,10 @@ def test_hyperparameters_may_be_arrays_and_no_step_deletes_them(kind, as_array):
   assert has_same_bits(got, step(step(kind(**numbers).init(), False), True))
 
 
-@pytest.mark.parametrize("kind", ["DynamicLossScale", "DeepSpeedLossScale"])
+@pytest.mark.parametrize(
+  "kind", [ols.DynamicLossScale, interop.DeepSpeedLossScale]
+)
 def test_hyperparameters_traced_into_a_policy_do_not_share_state_buffers(kind):
-  kind = {**vars(ols), **vars(interop)}[kind]
   scale, hysteresis = jnp.float32(8), jnp.int32(2)
 
   @jax.jit

@@ -54,7 +54,6 @@ def get_last(states):
 
 
 def make_settled_state(policy=POLICY, log2_amax=-14):
-  """The state of a run with gradients of one size."""
   return get_last(run(policy, [2.0**log2_amax] * policy.amax_history_len * 2))
 
 
@@ -84,11 +83,8 @@ def test_no_step_overflows_while_maxima_stay_within_the_target(rises, first):
     largest = np.float32(max(amaxes[-8:]))
     # Rounded down, so that a step exceeds by a factor of 16 at most.
     amax = np.nextafter(largest * np.float32(2**rise), np.float32(0))
-    amaxes.append(
-      float(np.clip(amax, 2.0**-40, 2.0**30))
-      if rise < 4
-      else float(min(largest * 16, 2.0**30))
-    )
+    amax = max(amax, 2.0**-40) if rise < 4 else largest * 16
+    amaxes.append(float(min(amax, 2.0**30)))
   scales = run(POLICY, amaxes).loss_scale
   used = np.append(np.float64(POLICY.init_scale), scales[:-1])
   assert (used * amaxes <= TOP).all()
@@ -253,7 +249,6 @@ def test_shrinking_gradients_discard_their_limit():
 
 
 def run_search():
-  """The exponents of the scales of a search, and the states before them."""
   _, states = overflows_above(10, make_settled_state())
   start = jax.tree.map(lambda x: x[19], states)
   start = get_last(run(POLICY, [0.0] * 7, start))

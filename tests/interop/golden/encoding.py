@@ -26,7 +26,6 @@ FIRST_BIAS = [0.0, 0.0]
 
 
 def make_batch(step: int) -> tuple[list[list[float]], list[list[float]]]:
-  """Inputs and targets of one step."""
   rows = [(3 * step + i) % 11 for i in range(4)]
   x = [[((7 * i + 3 * j) % 11 - 5) / 8 for j in range(3)] for i in rows]
   y = [[((5 * i + 2 * k) % 7 - 3) / 4 for k in range(2)] for i in rows]
@@ -48,7 +47,6 @@ def pack(steps: str) -> str:
 
 
 def unpack(packed: str) -> str:
-  """The inverse of `pack`."""
   words = (word.partition("*") for word in packed.split())
   return "".join(head * int(count or 1) for head, _, count in words)
 
@@ -60,7 +58,6 @@ def encode_runs(values: Iterable[Any]) -> list:
 
 
 def decode_runs(packed: list) -> list:
-  """The inverse of `encode_runs`."""
   pairs = (item if isinstance(item, list) else [item, 1] for item in packed)
   return [value for value, count in pairs for _ in range(count)]
 
@@ -72,7 +69,6 @@ def encode_counters(counters: list[int]) -> list:
 
 
 def decode_counters(encoded: list) -> list[int]:
-  """The inverse of `encode_counters`."""
   return list(itertools.accumulate(decode_runs(encoded)))
 
 
@@ -84,7 +80,6 @@ def encode_scale(scale: float) -> int | str:
 
 
 def decode_scale(exponent_or_text: int | str) -> float:
-  """The inverse of `encode_scale`."""
   if isinstance(exponent_or_text, str):
     return float(exponent_or_text)
   return math.ldexp(1.0, exponent_or_text)
