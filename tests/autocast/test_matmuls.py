@@ -132,9 +132,7 @@ def test_a_matmul_of_a_rule_with_an_operand_in_half_precision_is_cast():
 
 
 def test_a_rule_that_might_raise_runs_in_half_precision_without_a_trace():
-  @jax.custom_vjp
-  def fun(x, frozen):
-    return inner(x) * frozen
+  inner = jax.jit(jax.nn.relu)
 
   def forward(x, frozen):
     if frozen.perturbed:
@@ -142,13 +140,13 @@ def test_a_rule_that_might_raise_runs_in_half_precision_without_a_trace():
     out, pull_back = jax.vjp(inner, x.value)
     return out * frozen.value, (pull_back, x.value)
 
-  inner = jax.jit(jax.nn.relu)
+  fun = jax.custom_vjp(lambda x, frozen: inner(x) * frozen)
   backward = lambda kept, g: (kept[0](g @ (kept[1].T @ kept[1]))[0], None)
   fun.defvjp(forward, backward, symbolic_zeros=True)
   shared = jax.jit(lambda x: fun(x, jnp.ones(4)))
   loss = lambda x: jnp.sum(shared(shared(x))) + jnp.sum(x.T @ x)
-  half, full = jax.grad(ols.autocast(loss)), jax.grad(loss)
-  assert_functions_close(half, full, TABLE)
+  half = jax.grad(ols.autocast(loss))
+  assert_functions_close(half, jax.grad(loss), TABLE)
   assert set(jaxprs.count_matmuls_by_dtype(half, TABLE)) == {"float16"}
   # No trace shows whether a name selects the rule.
   named = jax.grad(ols.autocast(loss, keep_float32="*"))
@@ -162,12 +160,10 @@ def test_a_rule_is_differentiated_again_only_for_its_names(
   monkeypatch, keep, num_traces
 ):
   seen = []
-  monkeypatch.setattr(
-    _matmuls, "trace_rule_grad", lambda eqn: (seen.append(eqn), None)
-  )
-  of_jax = lambda w: (
-    jnp.linalg.det(jax.nn.relu(w @ w)) + jax.scipy.special.i1(1.0)
-  )
+  trace = lambda eqn: (seen.append(eqn), None)
+  monkeypatch.setattr(_matmuls, "trace_rule_grad", trace)
+  in_jax = lambda w: jnp.linalg.det(jax.nn.relu(w @ w))
+  of_jax = lambda w: in_jax(w) + jax.scipy.special.i1(1.0)
   of_jax = jax.named_scope("embed")(of_jax)
   jax.make_jaxpr(jax.grad(ols.autocast(of_jax, keep_float32=keep)))(W)
   assert not seen

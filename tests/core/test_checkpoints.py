@@ -113,9 +113,6 @@ def test_a_checkpoint_survives_a_change_of_policy():
   assert ols.get_loss_scale_state(opt_state).finite_count == 1
 
 
-# Adopting and leaving: one line each.
-
-
 def test_the_wrapper_explains_what_to_do_with_a_state_read_into_dicts(run):
   """To adopt it, as one of a bare optimizer, would nest it in another."""
   params, opt_state = run.states([False, True] + [False] * 4)[3]

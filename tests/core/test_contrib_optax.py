@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 from helpers import ROOT
+from helpers.bits import has_same_bits
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -62,33 +62,18 @@ def test_the_module_equals_the_package_bit_for_bit(
   make_optimizer, dtype, init_scale
 ):
   contrib = load_module()
-  settings = {
-    "init_scale": init_scale,
-    "growth_interval": 3,
-    "max_scale": 2.0**16,
-  }
+  settings = dict(init_scale=init_scale, growth_interval=3, max_scale=2.0**16)
   params = {"w": jnp.eye(3, dtype=dtype), "b": jnp.ones(2, dtype)}
   batches = jax.random.normal(jax.random.key(0), (12, 3, 2))
   batches = batches.at[4].set(1e6).at[7, 0, 0].set(jnp.nan)
-  policy = ols.DynamicLossScale(**settings)
-  ours = train(
-    ols.with_loss_scaling(make_optimizer(1e-2), policy),
-    ols.value_and_grad,
-    params,
-    batches,
-  )
-  theirs = train(
-    contrib.with_loss_scaling(make_optimizer(1e-2), **settings),
-    contrib.scaled_value_and_grad,
-    params,
-    batches,
-  )
+  inner, policy = make_optimizer(1e-2), ols.DynamicLossScale(**settings)
+  our_tx = ols.with_loss_scaling(inner, policy)
+  their_tx = contrib.with_loss_scaling(inner, **settings)
+  ours = train(our_tx, ols.value_and_grad, params, batches)
+  theirs = train(their_tx, contrib.scaled_value_and_grad, params, batches)
   assert int(theirs[2].loss_scale_state.total_notfinite) >= 2
-  ours, theirs = map(jax.tree.leaves, (ours, theirs))
-  assert len(ours) == len(theirs)
-  for a, b in zip(ours, theirs, strict=True):
-    assert a.dtype == b.dtype
-    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+  for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+    assert has_same_bits(a, b)
 
 
 @pytest.mark.slow

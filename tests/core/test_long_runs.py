@@ -38,9 +38,7 @@ def test_a_long_run_keeps_bounds_counts_types_and_memory(policy):
   state = tx.init({"w": jnp.zeros(3)})
   # It will saturate, except for the fixed scale.
   start = 0 if isinstance(policy, ols.FixedLossScale) else TOP - 10
-  scale_state = state.loss_scale_state
-  scale_state = scale_state._replace(total_notfinite=jnp.int32(start))
-  state = state._replace(loss_scale_state=scale_state)
+  state = optax.tree.set(state, total_notfinite=jnp.int32(start))
   types = jax.tree.map(jax.typeof, state)
   skips, resident = 0, []
   for _ in range(CHUNKS):

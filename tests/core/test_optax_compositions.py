@@ -171,9 +171,6 @@ def test_optax_gets_and_sets_the_scale_and_the_learning_rate():
   assert optax.tree.get(opt_state, "loss_scale") == 8
 
 
-# A transform whose state grows.
-
-
 has_monitor = pytest.mark.skipif(
   not hasattr(optax, "monitor"), reason="this version of Optax has none"
 )

@@ -372,8 +372,6 @@ def test_a_function_without_a_signature_is_differentiated():
   assert ols.grad(max, make_state(8.0))((np.float32(3),)) == (1,)
 
 
-# Both finiteness checks, for CPU and for all other devices.
-
 DTYPES = [
   *("float16", "bfloat16", "float32", "float64", "complex64"),
   *("float8_e5m2", "float8_e4m3fn"),
@@ -433,16 +431,10 @@ def test_each_finiteness_check_finds_a_nonfinite_entry_at_any_index(
       for value in BAD
     ]
     # Nor do two hide each other, whose sum is a NaN.
-    cases += [
-      [(0, 0, np.inf), (0, 1, -np.inf)],
-      [(0, 0, np.inf), (3, 0, -np.inf)],
-    ]
-    if dtype == "complex64":
-      cases.append([(0, 0, 1 + 1j * np.inf)])
+    both = [(0, 0, np.inf), (0, 1, -np.inf)], [(0, 0, np.inf), (3, 0, -np.inf)]
+    cases += [*both, *([[(0, 0, 1 + 1j * np.inf)]] * (dtype == "complex64"))]
     for case in cases:
-      bad = list(leaves)
-      for number, *_ in case:
-        bad[number] = leaves[number].copy()
+      bad = [leaf.copy() for leaf in leaves]
       for number, index, value in case:
         # e4m3fn has no infinity: a cast of one makes NaN of it.
         bad[number][index] = np.asarray(value).astype(dtype)

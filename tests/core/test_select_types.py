@@ -30,7 +30,6 @@ PLAIN_AND_JIT = [
 
 
 def ordinary(grads, state, params=None):
-  del params
   new = {"a": 0.9 * state["a"] + grads, "b": state["b"] + grads**2}
   return new["a"] / (jnp.sqrt(new["b"]) + 1), new
 
@@ -56,7 +55,6 @@ def test_each_device_may_train_separately_with_vma_types(jit):
   """There is no axis_name, so that the devices' flags differ."""
 
   def update(grads, state, params=None):
-    del params
     # All devices have this count in common as long as nothing is selected.
     count = state["count"] + 1
     new = {"count": count, "moment": 0.9 * state["moment"] + grads}
@@ -75,14 +73,10 @@ def test_each_device_may_train_separately_with_vma_types(jit):
   batches = np.linspace(-1, 1, 32, dtype=np.float32).reshape(2, 16)
   batches[0, 6] = np.nan
   params = np.arange(16, dtype=np.float32)
-  together = jax.jit(
-    jax.shard_map(
-      train,
-      mesh=sharding.make_mesh((8,), ("data",)),
-      in_specs=(P("data"), P(None, "data")),
-      out_specs=P("data"),
-    )
-  )(params, batches)
+  mesh = sharding.make_mesh((8,), ("data",))
+  specs = P("data"), P(None, "data")
+  mapped = jax.shard_map(train, mesh=mesh, in_specs=specs, out_specs=P("data"))
+  together = jax.jit(mapped)(params, batches)
   skips = together[1].loss_scale_state.total_notfinite
   assert skips.tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
   counts = together[1].inner_state["count"]
@@ -270,9 +264,8 @@ def test_each_member_of_a_vmap_is_selected_by_its_flag(in_axes):
   _, new = jax.jit(jax.vmap(run, (0, *in_axes)))(finite, grads, state)
   run_all = jax.vmap(functools.partial(run, True), in_axes)
   _, applied = jax.jit(run_all)(grads, state)
-  old = (
-    state if in_axes[1] == 0 else jax.tree.map(lambda x: jnp.stack([x, x]), OLD)
-  )
+  stack = lambda x: jnp.stack([x, x])
+  old = state if in_axes[1] == 0 else jax.tree.map(stack, OLD)
   for name in OLD:
     # Compiled in two programs, one may multiply and add at once.
     np.testing.assert_allclose(new[name][0], applied[name][0], rtol=1e-6)

@@ -58,12 +58,11 @@ def load_stored_fields():
     fields[ols.WithLossScalingState] = list(state)
     fields[ols.LossScaleState] = list(scale_state)
     fields[type(policy.init().policy_state)] = list(scale_state["policy_state"])
+  del fields[tuple]  # of a policy without memory
   return fields
 
 
-FIELDS = {
-  k: fields for k, fields in load_stored_fields().items() if k is not tuple
-}
+FIELDS = load_stored_fields()
 PUBLIC = [x for x in (vars(ols) | vars(interop)).values() if inspect.isclass(x)]
 POLICY_CLASSES = [
   x for x in PUBLIC if dataclasses.is_dataclass(x) and hasattr(x, "adjust")

@@ -102,9 +102,6 @@ def test_float16_gradients_do_not_destroy_adam():
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
 
 
-# Finiteness.
-
-
 def test_unscaling_rounds_a_gradient_once():
   dtypes = "bfloat16", "float16", "float32"
   grads = {x: np.linspace(0.5, 2, 100).astype(x) for x in dtypes}
@@ -470,9 +467,6 @@ def test_a_scale_inside_multi_steps_warns():
   ols.grad(jnp.sum, outside.init(np.zeros(2, np.float32)))
 
 
-# Options.
-
-
 @pytest.mark.parametrize("is_scaled", mark_slow_params([True], [True, False]))
 def test_max_norm_clips_by_the_global_norm(is_scaled):
   @jax.jit
@@ -526,9 +520,6 @@ def test_loss_scale_takes_a_policy_a_string_or_a_number():
   assert found == [scale for _, scale in first_scales]
 
 
-# Extra arguments.
-
-
 @pytest.mark.parametrize("nothing", [None, optax.MaskedNode()], ids=repr)
 def test_a_leaf_of_the_params_may_have_no_gradient(nothing):
   # As in optim.update(grads, opt_state, model) of an Equinox model.
@@ -562,9 +553,6 @@ def test_with_loss_scaling_itself_can_be_injected():
   updates, state = run_step(tx, w)
   np.testing.assert_allclose(updates, [-0.6, -0.8], rtol=1e-6)
   assert optax.tree.get(state, "max_norm") == 1
-
-
-# Leaves of every kind.
 
 
 @pytest.mark.parametrize(

@@ -71,18 +71,23 @@ with ols.autocast():  # mistake
 """
 
 
-def mypy(folder: pathlib.Path) -> set[tuple[str, int]]:
-  command = [sys.executable, "-m", "mypy", "--config-file=", "--output=json"]
-  options = ["--check-untyped-defs", "--ignore-missing-imports"]
+def check(folder: pathlib.Path, module: str, *options: str) -> str:
+  """Return what a checker prints."""
   out = subprocess.run(
-    [*command, *options, "--cache-dir=cache", *FILES],
+    [sys.executable, "-m", module, *options],
     cwd=folder,
     env=os.environ | {"MYPYPATH": str(ROOT)},
     capture_output=True,
     text=True,
   )
   assert out.returncode in (0, 1), out.stderr
-  lines = out.stdout.splitlines()
+  return out.stdout
+
+
+def mypy(folder: pathlib.Path) -> set[tuple[str, int]]:
+  options = "--config-file=", "--output=json", "--cache-dir=cache"
+  checks = "--check-untyped-defs", "--ignore-missing-imports"
+  lines = check(folder, "mypy", *options, *checks, *FILES).splitlines()
   found = [json.loads(line) for line in lines if line.startswith("{")]
   return {(x["file"], x["line"]) for x in found if x["severity"] == "error"}
 
@@ -94,17 +99,11 @@ def pyright(folder: pathlib.Path) -> set[tuple[str, int]]:
     "reportPossiblyUnboundVariable": False,
   }
   (folder / "pyrightconfig.json").write_text(json.dumps(settings))
-  command = [sys.executable, "-m", "pyright", "--outputjson"]
-  out = subprocess.run(
-    [*command, "--pythonpath", sys.executable],
-    cwd=folder,
-    capture_output=True,
-    text=True,
-  )
-  assert out.returncode in (0, 1), out.stderr
+  options = "--outputjson", "--pythonpath", sys.executable
+  found = json.loads(check(folder, "pyright", *options))["generalDiagnostics"]
   return {
     (pathlib.Path(x["file"]).name, x["range"]["start"]["line"] + 1)
-    for x in json.loads(out.stdout)["generalDiagnostics"]
+    for x in found
     if x["severity"] == "error"
   }
 

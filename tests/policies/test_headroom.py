@@ -57,9 +57,6 @@ def make_settled_state(policy=POLICY, log2_amax=-14):
   return get_last(run(policy, [2.0**log2_amax] * policy.amax_history_len * 2))
 
 
-# Where the scale is.
-
-
 def test_the_maximum_lies_within_the_binade_under_the_target():
   # From the lowest scale, which holds all of them.
   low = 2.0**-110
@@ -129,9 +126,6 @@ def test_a_sum_over_workers_above_the_float16_maximum_is_evidence():
   for amax, is_recorded in (2.0**10, True), (2.0**12, False):
     history = run(policy, [amax]).policy_state.amax_history
     assert (history[0, 0] == amax) == is_recorded
-
-
-# After overflows.
 
 
 def overflows_above(highest, start, steps=40, amax=2.0**-14):
@@ -245,9 +239,6 @@ def test_shrinking_gradients_discard_their_limit():
   assert scales[-1] >= 51 - 25
 
 
-# Where gradients are seldom.
-
-
 def run_search():
   _, states = overflows_above(10, make_settled_state())
   start = jax.tree.map(lambda x: x[19], states)
@@ -296,9 +287,6 @@ def test_failed_searches_become_rare_until_consecutive_gradients_arrive():
   assert guesses(state) == 0
   state = get_last(run(POLICY, [2.0**-14] * 60, state))
   assert guesses(state) > 10
-
-
-# The headroom rule compared with the dynamic rule.
 
 
 @pytest.mark.slow
