@@ -176,52 +176,58 @@ MIXED = (
   "If one operand is float32 and the other one neither float32 nor float16, the"
   " matmul is unchanged. Cast the other operand to float32."
 )
-
-
-@pytest.mark.parametrize(
-  "fun, text",
-  [
-    (jnp.sin, "had no effect on sin: it contains no matmul or convolution of"),
-    (
-      jax.jit(lambda x: bfloat16(x) @ bfloat16(x)),
-      f"cast to float16, only some in bfloat16. {IN_HALF}",
-    ),
-    (
-      jax.checkpoint(lambda x: jnp.matmul(x, x, precision="highest")),
-      "only some in float32. Matmuls of precision HIGHEST, also by",
-    ),
-    (
-      lambda x: bfloat16(x) @ bfloat16(x) + ols.keep_float32(jnp.matmul)(x, x),
-      "only some in bfloat16 and float32. Matmuls of precision HIGHEST",
-    ),
-    (lambda x: x.astype(int) @ x.astype(int), "only some in int32."),
-    (lambda x: x @ bfloat16(x), f"only some in float32 @ bfloat16. {MIXED}"),
-    (lambda x: bfloat16(x) @ x, f"only some in bfloat16 @ float32. {MIXED}"),
-    (
-      lambda x: x.astype(int) @ x + bfloat16(x) @ bfloat16(x),
-      f"only some in bfloat16 and int32 @ float32. {IN_HALF} {MIXED}",
-    ),
-    (
-      ols.keep_float32(lambda x: x @ x.astype("float16")),
-      "only some in float32 @ float16. Matmuls of precision HIGHEST, also by"
-      " jax.default_matmul_precision, and matmuls marked with keep_float32 stay"
-      " in float32.\n",
-    ),
-    (
-      lambda x: x.astype("float16") @ bfloat16(x),
-      f"only some in float16 @ bfloat16. {IN_HALF}\n",
-    ),
-    (lambda x: x @ (1j * x), "only some in float32 @ complex64.\n"),
-  ],
-)
-def test_the_warning_names_the_dtypes_of_unchanged_matmuls(fun, text):
-  with pytest.warns(UserWarning, match="had no effect") as caught:
-    jax.eval_shape(ols.autocast(fun), jnp.eye(3))
-  assert text in f"{caught[0].message}\n"
+HIGHEST = "Matmuls of precision HIGHEST, also by jax.default_matmul_precision,"
 
 
 def bfloat16(x):
   return x.astype(jnp.bfloat16)
+
+
+def in_bfloat16(x):
+  return bfloat16(x) @ bfloat16(x)
+
+
+def by_integers(x):
+  return x.astype(int) @ x
+
+
+# Functions without a matmul to cast, and the end of the warning.
+NO_EFFECT = [
+  (jnp.sin, "had no effect on sin: it contains no matmul or convolution of"),
+  (jax.jit(in_bfloat16), f"to float16, only some in bfloat16. {IN_HALF}"),
+  (
+    jax.checkpoint(lambda x: jnp.matmul(x, x, precision="highest")),
+    f"only some in float32. {HIGHEST}",
+  ),
+  (
+    lambda x: in_bfloat16(x) + ols.keep_float32(jnp.matmul)(x, x),
+    f"only some in bfloat16 and float32. {HIGHEST}",
+  ),
+  (lambda x: x.astype(int) @ x.astype(int), "only some in int32."),
+  (lambda x: x @ bfloat16(x), f"only some in float32 @ bfloat16. {MIXED}"),
+  (lambda x: bfloat16(x) @ x, f"only some in bfloat16 @ float32. {MIXED}"),
+  (
+    lambda x: by_integers(x) + in_bfloat16(x),
+    f"only some in bfloat16 and int32 @ float32. {IN_HALF} {MIXED}",
+  ),
+  (
+    ols.keep_float32(lambda x: x @ x.astype("float16")),
+    f"only some in float32 @ float16. {HIGHEST} and matmuls marked with"
+    " keep_float32 stay in float32.\n",
+  ),
+  (
+    lambda x: x.astype("float16") @ bfloat16(x),
+    f"only some in float16 @ bfloat16. {IN_HALF}\n",
+  ),
+  (lambda x: x @ (1j * x), "only some in float32 @ complex64.\n"),
+]
+
+
+@pytest.mark.parametrize("fun, text", NO_EFFECT)
+def test_the_warning_names_the_dtypes_of_unchanged_matmuls(fun, text):
+  with pytest.warns(UserWarning, match="had no effect") as caught:
+    jax.eval_shape(ols.autocast(fun), jnp.eye(3))
+  assert text in f"{caught[0].message}\n"
 
 
 def test_it_is_a_decorator_with_and_without_arguments():

@@ -238,12 +238,16 @@ def test_profiles_show_the_name_and_the_scopes_of_an_inlined_jit(transform):
   def inner(grads, state):
     return jax.named_scope("deep")(ordinary)(grads, state)
 
-  named = lambda g, s, params=None: transform(inner)(g, s)
-  named = jax.named_scope("outer")(named)
-  update = lambda g, s: _select.update_with_selects(
-    named, jnp.isfinite(g[0]), g, s, None
-  )
-  wrapped, bare = map(jax.named_scope("optimizer"), (update, named))
+  @jax.named_scope("outer")
+  def named(grads, state, params=None):
+    return transform(inner)(grads, state)
+
+  @jax.named_scope("optimizer")
+  def wrapped(grads, state):
+    finite = jnp.isfinite(grads[0])
+    return _select.update_with_selects(named, finite, grads, state, None)
+
+  bare = jax.named_scope("optimizer")(named)
   expected = {name for name in list_op_names(bare) if "/deep/" in name}
   assert any("outer" in name and "inner" in name for name in expected)
   assert expected <= list_op_names(wrapped)
