@@ -74,9 +74,8 @@ def test_arguments_may_be_static_and_donated_and_a_trace_is_reused():
     traces.append(x)
     return scale * (x @ W) + n
 
-  step = jax.jit(
-    ols.autocast(fun), static_argnames=("n", "scale"), donate_argnums=0
-  )
+  half, static = ols.autocast(fun), ("n", "scale")
+  step = jax.jit(half, static_argnames=static, donate_argnums=0)
   for _ in range(3):
     x = X + 0
     assert_same_bits(step(x, n=2, scale=3), 3 * (X @ W) + 2)

@@ -56,9 +56,8 @@ def vmap_over_members(fun):
 def shard_map_over_members(fun):
   mesh = sharding.make_mesh((4,), ("data",))
   local = lambda w, i: lax.psum(vmap_over_members(fun)(w, i), "data")
-  return jax.shard_map(
-    local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()
-  )
+  specs = P(), P("data")
+  return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
 
 
 AROUND = vmap_over_members, shard_map_over_members
@@ -213,19 +212,17 @@ WHERE = {
   "inside": lambda fun, uses: ols.autocast(add_inner_vmap(fun, uses)),
   "outside": lambda fun, uses: add_inner_vmap(ols.autocast(fun), uses),
 }
-every_way = pytest.mark.parametrize(
-  "where", mark_slow_params(["inside"], WHERE)
-)
+each_way = pytest.mark.parametrize("where", mark_slow_params(["inside"], WHERE))
 
 
-@every_way
+@each_way
 def test_another_output_may_be_neither_mapped_nor_read(where):
   fun = rule()
   half, full = WHERE[where](fun, uses=False), add_inner_vmap(fun, uses=False)
   assert_functions_close(jax.grad(half), jax.grad(full), A, X)
 
 
-@every_way
+@each_way
 def test_programs_that_jax_rejects_raise_the_error_of_jax(where):
   fun = rule()
 
@@ -244,7 +241,7 @@ def test_programs_that_jax_rejects_raise_the_error_of_jax(where):
     assert_close(half, full)
 
 
-@every_way
+@each_way
 def test_a_rule_may_request_generic_batching(where):
   options = inspect.signature(jax.custom_vjp.defvjp).parameters
   if "generic_batching" not in options:

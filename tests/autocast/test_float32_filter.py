@@ -60,9 +60,8 @@ BLOCK = jax.jit(kept)  # One jaxpr, called from two scopes.
 
 
 def scan_once(fun):
-  return lambda x, w: lax.scan(
-    lambda x, _: (fun(x, w), None), x, None, length=1
-  )[0]
+  step = lambda w: lambda x, _: (fun(x, w), None)
+  return lambda x, w: lax.scan(step(w), x, None, length=1)[0]
 
 
 def branch(fun):
@@ -291,9 +290,8 @@ def test_the_error_names_lines_of_all_callers():
 
 def test_a_location_has_the_nearest_line_that_others_do_not_share():
   cast = jax.grad(ols.autocast(loss(with_a_helper(jax.jit))))
-  lines = {
-    f"{HERE}:{find_line_number(x, __file__)} ({x})" for x in ("mlp", "head")
-  }
+  number_of = lambda x: find_line_number(x, __file__)
+  lines = {f"{HERE}:{number_of(x)} ({x})" for x in ("mlp", "head")}
   assert {x.name for x in jaxprs.list_layers(cast, W, X)} == lines
 
 
@@ -357,7 +355,6 @@ def test_a_name_of_an_inner_autocast_applies_to_it_alone(wrap):
       ols.autocast(loss_fn, keep_float32=["down", name])(*args)
   with pytest.raises(ValueError, match="'other' selects no matmul"):
     ols.autocast(loss_fn, keep_float32=["down", "other"])(*args)
-  dtypes = jaxprs.count_matmuls_by_dtype(
-    lambda *args: loss_fn(*args, kept="up"), *args
-  )
+  kept = lambda *args: loss_fn(*args, kept="up")
+  dtypes = jaxprs.count_matmuls_by_dtype(kept, *args)
   assert dtypes == {"float32": 2}

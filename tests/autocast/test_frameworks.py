@@ -47,9 +47,8 @@ def nnx_loss(model, x, mode="train"):
 
 def run_in_nnx(loss_fn, jit):
   model = NnxModel(nnx.Rngs(0))
-  gradient = jit(
-    lambda model: nnx.value_and_grad(loss_fn)(model, X, mode="train")
-  )
+  grad_fn = nnx.value_and_grad(loss_fn)
+  gradient = jit(lambda model: grad_fn(model, X, mode="train"))
   returned = [gradient(model) for _ in range(3)]
   return returned, nnx.state(model, nnx.Not(nnx.RngKey))
 
@@ -158,9 +157,8 @@ def test_a_region_of_a_haiku_transform_may_be_cast():
 
   model = hk.without_apply_rng(hk.transform(net))
   params = jax.eval_shape(model.init, jax.random.key(0), X)
-  assert set(jaxprs.count_matmuls_by_dtype(model.apply, params, X)) == {
-    "float16"
-  }
+  counts = jaxprs.count_matmuls_by_dtype(model.apply, params, X)
+  assert set(counts) == {"float16"}
 
 
 class LinenModel(nn.Module):

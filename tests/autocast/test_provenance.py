@@ -40,9 +40,8 @@ def make_report(net, params):
 
 def list_kept(names, net, params):
   """Return the paths of float32 matmuls, and whether each is backward."""
-  rows = precision_report(
-    make_grad_fn(net, keep_float32=names), params, X
-  ).unconverted
+  grad_fn = make_grad_fn(net, keep_float32=names)
+  rows = precision_report(grad_fn, params, X).unconverted
   return {(row.param_path, row.backward) for row in rows}
 
 
@@ -151,9 +150,8 @@ def test_two_uses_of_a_weight_are_distinguished():
   assert len(names) == 4 and len(lines) == 2
   assert all(x.startswith("tied at test_provenance.py:") for x in lines)
   for name in names:
-    kept = precision_report(
-      make_grad_fn(net, keep_float32=name), params, X
-    ).unconverted
+    grad_fn = make_grad_fn(net, keep_float32=name)
+    kept = precision_report(grad_fn, params, X).unconverted
     assert {row.backward for row in kept} == {False, True}
     assert sum(row.run_count for row in kept) <= 3
 
@@ -237,9 +235,8 @@ def test_a_matmul_without_weights_has_one_name_in_all_reports():
   names = {x.name for x in layers if not x.location.param_path}
   report = precision_report(fun, params, dtype=jnp.float8_e4m3fn)
   assert names == {row.name for row in report.unconverted if not row.param_path}
-  assert any(
-    name.startswith("no weights at test_provenance.py:") for name in names
-  )
+  line = "no weights at test_provenance.py:"
+  assert any(name.startswith(line) for name in names)
 
 
 def test_unknown_name_stacks_of_another_jax_have_no_scope():

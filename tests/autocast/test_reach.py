@@ -194,9 +194,8 @@ def test_an_equation_of_another_jax_is_rewritten_or_reported(name, change):
   if change is make_unknown_eqn and _eqns.get_hi_primitive(eqns[i]) is not None:
     pytest.skip("What an unknown primitive hides in an object is not seen.")
   eqns[i] = change(eqns[i])
-  found, warning_text, new = rewrite(
-    _eqns.replace_jaxpr_fields(closed, eqns=eqns)
-  )
+  new_jaxpr = _eqns.replace_jaxpr_fields(closed, eqns=eqns)
+  found, warning_text, new = rewrite(new_jaxpr)
   if any(eqn is eqns[i] for eqn in new):  # Unchanged and reported.
     assert not found
     assert _source_info.get_primitive_name(eqns[i]) in warning_text
@@ -208,23 +207,20 @@ def test_an_equation_of_another_jax_is_rewritten_or_reported(name, change):
 def rewrite(closed_jaxpr):
   """Return whether there are matmuls, the warning, and the new equations."""
   config = _calls.AutocastConfig(jnp.dtype("float16"))
-  result, _, warning = _calls.rewrite_program(
-    closed_jaxpr, _weights.NO_PATHS, config
-  )
+  rewritten = _calls.rewrite_program(closed_jaxpr, _weights.NO_PATHS, config)
+  result, _, warning = rewritten
   return result.log.has_matmuls, warning, result.jaxpr.eqns
 
 
 def test_a_shard_map_of_another_jax_is_rewritten():
   mesh = jax.make_mesh((1,), ("i",))
   spec = jax.sharding.PartitionSpec()
-  fun = jax.shard_map(
-    HOLDERS["custom_vjp"], mesh=mesh, in_specs=spec, out_specs=spec
-  )
+  fun = HOLDERS["custom_vjp"]
+  fun = jax.shard_map(fun, mesh=mesh, in_specs=spec, out_specs=spec)
   closed = jax.make_jaxpr(fun)(A, B)
   eqns = [rename_params(eqn) for eqn in closed.jaxpr.eqns]
-  found, warning_text, _ = rewrite(
-    _eqns.replace_jaxpr_fields(closed, eqns=eqns)
-  )
+  new_jaxpr = _eqns.replace_jaxpr_fields(closed, eqns=eqns)
+  found, warning_text, _ = rewrite(new_jaxpr)
   # Its rule needs no axis. So it is entered, though it is not understood.
   assert found and not warning_text
 
@@ -251,9 +247,7 @@ IN_HIJAX = [
 def test_matmuls_in_hijax_primitives_and_their_gradients_run_in_float16(case):
   name, flag = case
   if flag == f"jax_{name}3" and not hijax.HAS_RULES:
-    pytest.skip(
-      f"The objects of JAX {jax.__version__} are reported: see below."
-    )
+    pytest.skip(f"The objects of JAX {jax.__version__} are reported below.")
   fun = HOLDERS[name]
 
   def loss(a, b, cast=lambda fun: fun):
@@ -272,9 +266,7 @@ def test_matmuls_in_hijax_primitives_and_their_gradients_run_in_float16(case):
 
 def test_a_tangent_in_a_hijax_primitive_runs_in_half_precision():
   if not hijax.HAS_RULES:
-    pytest.skip(
-      f"The objects of JAX {jax.__version__} are reported: see below."
-    )
+    pytest.skip(f"The objects of JAX {jax.__version__} are reported below.")
   fun = HOLDERS["custom_vjp"]
 
   def transposed(cotangent, cast=lambda fun: fun):

@@ -121,9 +121,8 @@ def test_cotangents_of_a_weight_in_a_scan_are_summed_in_float32():
   xs = jnp.ones((4096, 2, 4))
   # Each step adds 2, and 4,096 of them are beyond what float16 counts by one.
   np.testing.assert_array_equal(jax.jit(jax.grad(half))(jnp.eye(4), xs), 8192)
-  scans = [
-    e for e in jaxprs.list_eqns(half, A, xs) if e.primitive.name == "scan"
-  ]
+  eqns = jaxprs.list_eqns(half, A, xs)
+  scans = [eqn for eqn in eqns if eqn.primitive.name == "scan"]
   assert all(v.aval.dtype == jnp.float32 for v in scans[0].invars)
 
 

@@ -161,6 +161,5 @@ def test_float16_moments_of_a_bare_state_are_widened_when_adopted():
   # wide, except for its last bits.
   grads = {"w": np.full(3, 2.0**-20 + 2.0**-30, np.float32)}
   _, opt_state = jax.jit(tx.update)(grads, opt_state, params)
-  np.testing.assert_array_equal(
-    optax.tree.get(opt_state, "trace")["w"], grads["w"]
-  )
+  trace = optax.tree.get(opt_state, "trace")["w"]
+  np.testing.assert_array_equal(trace, grads["w"])

@@ -155,9 +155,8 @@ def test_update_says_how_to_adopt_the_state_of_a_bare_optimizer():
   jax.eval_shape(tx.update, w, tx.init(w)._replace(inner_state=old), w)
 
 
-each_function = pytest.mark.parametrize(
-  "differentiate", [ols.value_and_grad, ols.grad]
-)
+BOTH = ols.value_and_grad, ols.grad
+each_function = pytest.mark.parametrize("differentiate", BOTH)
 
 
 @pytest.mark.parametrize(
@@ -307,9 +306,8 @@ def test_argnums_may_be_any_integers_or_diff_states_of_flax_nnx():
 
 
 def test_a_state_that_changes_its_structure_is_refused():
-  inner = optax.GradientTransformation(
-    lambda p: (), lambda u, s, p=None: (u, {"new": u})
-  )
+  grow = lambda updates, state, params=None: (updates, {"new": updates})
+  inner = optax.GradientTransformation(lambda params: (), grow)
   tx = ols.with_loss_scaling(inner)
   for update in (tx.update, jax.jit(tx.update)):
     call = lambda u=update: u(jnp.ones(2), tx.init(1.0))

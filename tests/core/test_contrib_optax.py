@@ -97,6 +97,5 @@ sys.argv = ["_loss_scaling_test"]
 name = "optax.contrib._loss_scaling_test"
 runpy.run_module(name, run_name="__main__", alter_sys=True)
 """
-  subprocess.run(
-    [sys.executable, "-W", "ignore", "-c", code], cwd=tmp_path, check=True
-  )
+  command = sys.executable, "-W", "ignore", "-c", code
+  subprocess.run(command, cwd=tmp_path, check=True)

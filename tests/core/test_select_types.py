@@ -135,9 +135,8 @@ def compare_update_shardings(update):
   for tx in (ols.with_loss_scaling(inner), inner):
     params = jax.device_put(GRADS, sharded)
     state = jax.jit(tx.init)(params)
-    state = jax.tree.map(
-      lambda x: jax.device_put(x, sharded) if x.ndim else x, state
-    )
+    put = lambda x: jax.device_put(x, sharded) if x.ndim else x
+    state = jax.tree.map(put, state)
     updates, _ = jax.jit(tx.update)(params, state, params)
     found.append(updates.sharding.spec)
   return found

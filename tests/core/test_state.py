@@ -73,9 +73,8 @@ def test_the_scale_is_float32_in_every_mode(x64):
 
   def step():
     params = {"w": jnp.ones(3, dtype)}
-    tx = ols.with_loss_scaling(
-      optax.identity(), POLICY, check_updates=True, max_norm=2.0
-    )
+    options = {"check_updates": True, "max_norm": 2.0}
+    tx = ols.with_loss_scaling(optax.identity(), POLICY, **options)
     state = tx.init(params)
     grads = ols.grad(lambda p: jnp.sum(p["w"] * p["w"]), state)(params)
     updates, after = tx.update(grads, state, params)

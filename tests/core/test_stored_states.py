@@ -64,9 +64,8 @@ def load_stored_fields():
 
 FIELDS = load_stored_fields()
 PUBLIC = [x for x in (vars(ols) | vars(interop)).values() if inspect.isclass(x)]
-POLICY_CLASSES = [
-  x for x in PUBLIC if dataclasses.is_dataclass(x) and hasattr(x, "adjust")
-]
+is_policy = lambda x: dataclasses.is_dataclass(x) and hasattr(x, "adjust")
+POLICY_CLASSES = [*filter(is_policy, PUBLIC)]
 
 
 def test_each_class_of_a_state_is_stored():

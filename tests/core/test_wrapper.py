@@ -293,9 +293,8 @@ def test_grads_amax_counts_by_its_magnitude():
 
 
 def test_the_policy_sees_the_larger_of_grads_amax_and_the_gradients():
-  tx = ols.with_loss_scaling(
-    optax.sgd(1.0), AmaxRecorder(), grads_are_scaled=True
-  )
+  sgd = optax.sgd(1.0)
+  tx = ols.with_loss_scaling(sgd, AmaxRecorder(), grads_are_scaled=True)
   state, update = ols.set_loss_scale(tx.init(0.0), 4.0), jax.jit(tx.update)
   # 8 with the scale in it, 2 without: grads_amax is without.
   grads = np.float32([8.0, -4.0])
@@ -327,9 +326,8 @@ def test_the_largest_magnitude_covers_both_signs_and_complex_parts():
     }
 
   with jax.enable_x64(True):
-    found = update_with_each(
-      {name: grads for name, (grads, _) in GRADS.items()}
-    )
+    grads = {name: grads for name, (grads, _) in GRADS.items()}
+    found = update_with_each(grads)
   for name, (_, amax) in GRADS.items():
     assert found[name].last_finite
     assert found[name].policy_state == amax, name

@@ -111,9 +111,8 @@ def test_an_fp8_model_trains_as_without_scaling_and_skips_by_the_recipe():
   step = fp8_step(ols.grad)
   for _ in range(3):
     bare, scaled = bare_step(bare, x, 1.0), step(scaled, x, 1.0)
-  chex.assert_trees_all_close(
-    scaled.params["params"], bare.params["params"], rtol=1e-5
-  )
+  params, bare_params = scaled.params["params"], bare.params["params"]
+  chex.assert_trees_all_close(params, bare_params, rtol=1e-5)
   (stats,) = scaled.params[OVERWRITTEN].values()
   (bare_stats,) = bare.params[OVERWRITTEN].values()
   for name, value in stats.items():

@@ -41,9 +41,8 @@ def loss_fn(model, x, y):
 def train_step(model, optimizer, x, y):
   # A copy, since the forward pass writes into the model.
   old = jax.tree.map(jnp.asarray, nnx.state(model, nnx.BatchStat))
-  differentiate = ols.value_and_grad(
-    loss_fn, optimizer, using=nnx.value_and_grad
-  )
+  using = nnx.value_and_grad
+  differentiate = ols.value_and_grad(loss_fn, optimizer, using=using)
   loss, grads = differentiate(model, x, y)
   optimizer.update(model, grads)
   new = nnx.state(model, nnx.BatchStat)

@@ -140,9 +140,8 @@ def test_without_flaxs_restore_a_wrapped_target_is_refused(tmp_path):
 
 
 def make_scaled_state():
-  dynamic_scale = DynamicScale(
-    growth_interval=12, fin_steps=8, scale=jnp.float32(2.0**17)
-  )
+  scale = jnp.float32(2.0**17)
+  dynamic_scale = DynamicScale(growth_interval=12, fin_steps=8, scale=scale)
   return make_state(BARE, ScaledTrainState, dynamic_scale=dynamic_scale)
 
 

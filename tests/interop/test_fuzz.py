@@ -99,9 +99,8 @@ def test_the_overflow_fraction_is_compared_exactly(part, whole, top, bottom):
   share = fractions.Fraction(top, bottom)
   policy = interop.FairseqLossScale(10, tolerance=top / bottom)
   counts = jnp.int32(whole - 1), jnp.int32(part - 1)
-  state = policy.init()._replace(
-    policy_state=interop.FairseqPolicyState(*counts)
-  )
+  policy_state = interop.FairseqPolicyState(*counts)
+  state = policy.init()._replace(policy_state=policy_state)
   after = policy.adjust(state, jnp.array(False))
   reached = fractions.Fraction(part, whole) >= share
   assert after.loss_scale == policy.init_scale / (2 if reached else 1)

@@ -42,9 +42,8 @@ def torch_start(settings):
 
 def keras_start(settings):
   config = {**settings, "inner_optimizer": "left out"}
-  return interop.from_keras(
-    {"class_name": "LossScaleOptimizer", "config": config}
-  )
+  name = "LossScaleOptimizer"
+  return interop.from_keras({"class_name": name, "config": config})
 
 
 def keras_resume(settings, saved):
@@ -58,10 +57,8 @@ MINDSPORE = samples.make_lookalike("DynamicLossScaler")
 def paddle_start(settings):
   start = {"incr_every_n_steps": 2000, "decr_every_n_nan_or_inf": 1, **settings}
   scale = np.array([start.pop("init_loss_scaling", 2.0**16)], np.float32)
-  counts = {"incr_count": 0, "decr_count": 0}
-  return interop.from_paddle(
-    {**samples.PADDLE, **start, **counts, "scale": scale}
-  )
+  start |= {"incr_count": 0, "decr_count": 0, "scale": scale}
+  return interop.from_paddle(samples.PADDLE | start)
 
 
 def with_scale_array(saved):
@@ -279,9 +276,8 @@ def test_a_scaler_with_a_hysteresis_tracker_continues_like_the_simulated_rule(
 ):
   for steps in draw_strings(window, hysteresis):
     start = {"scale": 2.0**16, "tracker": hysteresis}
-    trace = list(
-      simulate_kernel(steps, window=window, hysteresis=hysteresis, **start)
-    )
+    rule = {"window": window, "hysteresis": hysteresis}
+    trace = list(simulate_kernel(steps, **rule, **start))
     states = [(2.0**16, 0, hysteresis), *trace]
     for half in (0, len(steps) // 2, len(steps) - 2):
       policy, state = read(window, hysteresis, *states[half])
@@ -308,9 +304,8 @@ def test_amp_starts_below_its_max_loss_scale():
 
 
 def test_one_of_several_losses_is_selected_by_its_id():
-  saved = {
-    f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": i} for i in range(3)
-  }
+  losses = ({"loss_scale": 2.0**i, "unskipped": i} for i in range(3))
+  saved = {f"loss_scaler{i}": loss for i, loss in enumerate(losses)}
   _, state = interop.from_apex(saved, loss_id=2)
   assert (state.loss_scale, state.finite_count) == (4.0, 2)
 
@@ -386,9 +381,8 @@ def test_params_and_scale_equal_the_other_system_at_every_step(run):
   theirs = RUNS[run]
   # tf.keras counts skipped steps as well, in its schedules and in Adam.
   moves = package == "tf_keras" and name != "sgd"
-  params, scales, _ = train(
-    POLICIES[package], OPTIMIZERS[name], counts_move_on_skips=moves
-  )
+  inner, policy = OPTIMIZERS[name], POLICIES[package]
+  params, scales, _ = train(policy, inner, counts_move_on_skips=moves)
   scales = [*map(encoding.encode_scale, scales)]
   assert scales == encoding.decode_runs(theirs["scale"])
   expected = np.array(theirs["params"], np.float32)

@@ -93,9 +93,8 @@ COMPILED = {
   | {"registered_name": None},
 }
 NO_FLOOR = ols.DynamicLossScale(1024.0, min_scale=2.0**-126)
-BY_20, BY_21 = (
-  dataclasses.replace(NO_FLOOR, growth_interval=n) for n in (20, 21)
-)
+BY_20 = dataclasses.replace(NO_FLOOR, growth_interval=20)
+BY_21 = dataclasses.replace(NO_FLOOR, growth_interval=21)
 BY_10 = ols.DynamicLossScale(2.0**16, growth_interval=10, min_scale=2.0)
 FLAX_9 = dynamic_scale.DynamicScale(growth_interval=9, minimum_scale=2.0)
 OFF, FIXED = ols.FixedLossScale(1.0), ols.FixedLossScale(8.0)

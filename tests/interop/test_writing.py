@@ -72,9 +72,7 @@ def test_the_other_system_continues_from_a_written_state_like_the_policy(
     assert [encoding.encode_scale(float(x)) for x in ours[0]] == scales
   else:
     theirs = encoding.decode_counters(case["counter"])
-    interop_replay.assert_same_trajectory(
-      case, theirs, ours, may_leave_range=False
-    )
+    interop_replay.assert_same_trajectory(case, theirs, ours, False)
   again, state_again = read_back(write, written)
   if isinstance(policy, ols.DynamicLossScale) and write is not interop.to_keras:
     policy = dataclasses.replace(policy, init_scale=written["scale"])
@@ -157,9 +155,7 @@ def test_only_a_known_state_is_written(write):
   with pytest.raises(TypeError, match=r"traced|Abstract tracer"):
     jax.jit(lambda s: write(policy, s))(state)
   batch = jax.tree.map(lambda x: jnp.stack([x, x]), state)
-  message = (
-    rf"{write.__name__}: state .* of shape \(2,\).* each member of a vmap"
-  )
+  message = rf"{write.__name__}: state .* of shape \(2,\).* member of a vmap"
   with pytest.raises(ValueError, match=message):
     write(policy, batch)
   first = jax.tree.map(lambda x: x[0], batch)
@@ -210,9 +206,7 @@ def test_a_new_hyperparameter_is_not_dropped(write):
   if write is not interop.to_flax:  # It has no fixed scale.
     changed.append(OneMoreFixed(warmup=1000))
   for new in changed:
-    message = (
-      f"{write.__name__}: .* cannot express (warmup|kind) = (1000|other)"
-    )
+    message = f"{write.__name__}: .* express (warmup|kind) = (1000|other)"
     with pytest.raises(ValueError, match=message):
       write(new, new.init())
 

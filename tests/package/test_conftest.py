@@ -90,9 +90,7 @@ def test_a_quick_test_above_its_budget_is_described():
     " the function that decides on plain data: see tests/README.md."
   )
   message = quick_budget.describe_excess(USAGE._replace(seconds=30.1), [])
-  assert message.startswith(
-    "This quick test takes 30.1 CPU seconds. The budget"
-  )
+  assert message.startswith("This quick test takes 30.1 CPU seconds. The")
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,8 @@ class Machine:
   def add(self, version, folder=None):
     """A Python that works: on the PATH, or in another folder."""
     path = (folder or self.bin) / f"python{version}"
-    return write_executable(
-      path, FAKE_PYTHON.format(version=version, path=path)
-    )
+    text = FAKE_PYTHON.format(version=version, path=path)
+    return write_executable(path, text)
 
   def add_pyenv(self, patch, root=".pyenv"):
     """One that pyenv installed, with its full version."""

@@ -148,9 +148,8 @@ def test_equations_jaxprs_and_types_have_the_attributes_that_are_read():
   closed = jax.make_jaxpr(jax.jit(lambda x: x @ x))(X)
   (eqn,) = closed.jaxpr.eqns
   (inner,) = eqn.params["jaxpr"].jaxpr.eqns
-  check(
-    inner, "invars outvars primitive params effects source_info ctx replace"
-  )
+  names = "invars outvars primitive params effects source_info ctx replace"
+  check(inner, names)
   check(closed.jaxpr, "invars outvars constvars eqns debug_info replace")
   check(inner.ctx, "manager")
   check(inner.source_info.name_stack, "extend")
@@ -168,9 +167,8 @@ def test_rules_are_stored_in_objects_that_can_be_wrapped():
   traced = jax.jit(lambda x: x).trace(X)
   # In JAX 0.8.0, which has no such objects, one of these has another name.
   names = "jaxpr fun_name in_tree"
-  check(
-    traced, names + " out_tree" * (parse_version(jax.__version__) > [0, 8, 0])
-  )
+  names += " out_tree" * (parse_version(jax.__version__) > [0, 8, 0])
+  check(traced, names)
 
 
 def check(thing, names):

@@ -49,9 +49,8 @@ def find_messages(source: str) -> Iterator[tuple[int, str]]:
   A value that is inserted into a text reads as ``{}``.
   """
   tree = ast.parse(source)
-  docstrings = {
-    node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)
-  }
+  expressions = [x for x in ast.walk(tree) if isinstance(x, ast.Expr)]
+  docstrings = {node.value for node in expressions}
   todo: list[ast.AST] = [tree]
   while todo:
     node = todo.pop()

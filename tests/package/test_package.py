@@ -50,9 +50,8 @@ def test_dir_lists_only_public_names_and_classes_name_the_public_path(module):
 
 
 def test_public_names_are_documented_with_an_example():
-  offenders = [
-    f"{name}: {lack}" for name in ols.__all__ for lack in list_missing(name)
-  ]
+  names = ols.__all__
+  offenders = [f"{x}: {lack}" for x in names for lack in list_missing(x)]
   assert not offenders
 
 

@@ -25,9 +25,8 @@ def run_scales(policy, string, state=None):
 
 @st.composite
 def policies(draw):
-  low, init, high = sorted(
-    draw(st.lists(st.sampled_from(POWERS), min_size=3, max_size=3))
-  )
+  scales = st.lists(st.sampled_from(POWERS), min_size=3, max_size=3)
+  low, init, high = sorted(draw(scales))
   return ols.DynamicLossScale(
     init_scale=init,
     growth_factor=draw(st.sampled_from([2.0, 4.0, 1.5, 2.0**100])),

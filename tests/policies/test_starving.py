@@ -109,9 +109,7 @@ QUICK = {
   "a drop or rise, and NaNs": Bounds(
     drop_or_rise, [(10, FEW_LEVELS, 3, NAN)], in_a_row=128
   ),
-  "a change of sparse gradients": Bounds(
-    change_of_sparse, [(2,)], in_a_row=512
-  ),
+  "a change of sparse levels": Bounds(change_of_sparse, [(2,)], in_a_row=512),
 }
 SLOW = {
   "sparse gradients of any period": Bounds(
@@ -343,9 +341,8 @@ def test_each_scale_is_tried_before_512_gradients_of_every_nth_step_are_lost(
 
 
 def test_each_scale_is_tried_in_the_first_40_steps_of_a_search_and_in_any_80():
-  is_guess, tried = map(
-    np.asarray, find_guesses(np.arange(1104, dtype=np.int32))
-  )
+  steps = np.arange(1104, dtype=np.int32)
+  is_guess, tried = map(np.asarray, find_guesses(steps))
   assert set(tried[:40][is_guess[:40]].tolist()) == ALL
   for start in range(1024):
     of_80 = slice(start, start + 80)
