@@ -2,7 +2,7 @@
 
 import functools
 
-from helpers import jaxprs, mark_slow_params
+from helpers import jaxprs, parametrize_slow
 from helpers.bits import assert_functions_close, assert_same_bits
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
@@ -177,7 +177,7 @@ def mean_square(fun):
   return loss
 
 
-@pytest.mark.parametrize("name", mark_slow_params(QUICK, PROGRAMS))
+@parametrize_slow("name", QUICK, PROGRAMS)
 def test_all_matmuls_run_in_half_precision_and_the_result_is_equal(name):
   fun = PROGRAMS[name]
   skip_if_jax_cannot(jax.eval_shape, fun, X, W)
@@ -187,7 +187,7 @@ def test_all_matmuls_run_in_half_precision_and_the_result_is_equal(name):
   assert_same_bits(jax.jit(half)(X, W), jax.jit(fun)(X, W))
 
 
-@pytest.mark.parametrize("name", mark_slow_params(QUICK_GRADIENTS, PROGRAMS))
+@parametrize_slow("name", QUICK_GRADIENTS, PROGRAMS)
 def test_the_gradient_is_equal_and_its_matmuls_run_in_half_precision(name):
   fun = PROGRAMS[name]
   if name == "while_loop":  # It has a derivative in forward mode alone.
@@ -242,7 +242,7 @@ HOLDERS = [
 
 
 # JAX looks for leaks with the garbage collector, which is slow.
-@pytest.mark.parametrize("name", mark_slow_params(["jit"], HOLDERS))
+@parametrize_slow("name", ["jit"], HOLDERS)
 def test_no_tracer_outlives_its_trace(name):
   loss = ols.autocast(mean_square(PROGRAMS[name]))
   with jax.checking_leaks():

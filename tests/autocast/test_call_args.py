@@ -5,7 +5,7 @@ import functools
 import sys
 
 from flax import nnx
-from helpers import jaxprs, mark_slow_params
+from helpers import jaxprs, parametrize_slow
 from helpers.bits import assert_same_bits
 import jax
 from jax import lax
@@ -83,8 +83,8 @@ def test_arguments_may_be_static_and_donated_and_a_trace_is_reused():
   assert len(traces) == 1
 
 
-@pytest.mark.parametrize("ordered", mark_slow_params([True], [False, True]))
-@pytest.mark.parametrize("jitted", mark_slow_params([True], [False, True]))
+@parametrize_slow("ordered", [True], [False, True])
+@parametrize_slow("jitted", [True], [False, True])
 def test_effects_happen_once_and_in_order(ordered, jitted):
   def body(seen, x, w):
     note = lambda value: seen.append(int(value))

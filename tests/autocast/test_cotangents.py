@@ -9,7 +9,7 @@ import functools
 import inspect
 import itertools
 
-from helpers import autocast_ops, mark_slow_params, matmul_flops, sharding
+from helpers import autocast_ops, matmul_flops, parametrize_slow, sharding
 from helpers.bits import assert_close, assert_functions_close
 from helpers.jax_limits import can_run_in_jax
 from helpers.planted_layers import normal
@@ -112,9 +112,7 @@ def test_each_contraction_primitive_is_tested():
   assert set(PRODUCTS) == set(_primitives.CONTRACTION_PREDICATES)
 
 
-@pytest.mark.parametrize(
-  "case", mark_slow_params(QUICK_BATCHINGS, BATCHINGS), ids=str
-)
+@parametrize_slow("case", QUICK_BATCHINGS, BATCHINGS, ids=str)
 def test_batching_moved_values_makes_no_sum_in_half_precision(case):
   name, axes = case
 
@@ -155,9 +153,7 @@ def test_batching_moved_values_makes_no_sum_in_half_precision(case):
     assert sums <= allowed
 
 
-@pytest.mark.parametrize(
-  "exchange", mark_slow_params(["ppermute"], ["ppermute", "all_to_all"])
-)
+@parametrize_slow("exchange", ["ppermute"], ["ppermute", "all_to_all"])
 def test_an_exchange_between_members_of_a_vmap_is_in_float32(exchange):
   def local(w, x):
     h = A @ w
@@ -212,7 +208,7 @@ WHERE = {
   "inside": lambda fun, uses: ols.autocast(add_inner_vmap(fun, uses)),
   "outside": lambda fun, uses: add_inner_vmap(ols.autocast(fun), uses),
 }
-each_way = pytest.mark.parametrize("where", mark_slow_params(["inside"], WHERE))
+each_way = parametrize_slow("where", ["inside"], WHERE)
 
 
 @each_way

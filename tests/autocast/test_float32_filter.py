@@ -5,7 +5,7 @@ import re
 from typing import NamedTuple
 
 from flax import nnx
-from helpers import find_line_number, jaxprs, mark_slow_params
+from helpers import find_line_number, jaxprs, parametrize_slow
 from helpers.planted_layers import normal
 import jax
 from jax import lax
@@ -334,9 +334,7 @@ def test_a_scope_is_the_same_whatever_transforms_the_function(stack, scope):
   assert _provenance.EqnLocation(tuple(stack)).name_scope == scope
 
 
-@pytest.mark.parametrize(
-  "wrap", mark_slow_params([jax.jit], [jax.jit, jax.checkpoint])
-)
+@parametrize_slow("wrap", [jax.jit], [jax.jit, jax.checkpoint])
 def test_a_name_of_an_inner_autocast_applies_to_it_alone(wrap):
   """Its matmuls are float16 before the outer one analyzes them."""
 

@@ -3,7 +3,7 @@
 import collections
 import itertools
 
-from helpers import custom_rules, hijax, jaxprs, mark_slow_params, sharding
+from helpers import custom_rules, hijax, jaxprs, parametrize_slow, sharding
 from helpers.bits import assert_functions_close
 from helpers.planted_layers import normal
 import jax
@@ -94,9 +94,7 @@ WITHIN = {
 QUICK = [("an embedding", "unchanged"), ("a function of JAX", "unchanged")]
 
 
-@pytest.mark.parametrize(
-  "case", mark_slow_params(QUICK, [*itertools.product(LOSSES, WITHIN)]), ids=str
-)
+@parametrize_slow("case", QUICK, [*itertools.product(LOSSES, WITHIN)], ids=str)
 def test_matmuls_of_a_rule_run_in_half_precision_in_any_function(case):
   name, within = case
   loss, argument, count = LOSSES[name]
@@ -209,7 +207,7 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize("name", mark_slow_params(["in a jit"], NESTED))
+@parametrize_slow("name", ["in a jit"], NESTED)
 def test_matmuls_of_a_nested_rule_run_in_half_precision_and_have_names(name):
   rule, wrap, argnums = NESTED[name]
   fun = loss(rule, wrap)

@@ -2,7 +2,7 @@
 
 import functools
 
-from helpers import custom_rules, jaxprs, mark_slow_params
+from helpers import custom_rules, jaxprs, parametrize_slow
 from helpers.planted_layers import normal
 import jax
 from jax import lax
@@ -222,9 +222,7 @@ HARD_TO_NAME = {
 }
 
 
-@pytest.mark.parametrize(
-  "name", mark_slow_params(["updated weights", "an empty key"], HARD_TO_NAME)
-)
+@parametrize_slow("name", ["updated weights", "an empty key"], HARD_TO_NAME)
 def test_a_name_keeps_only_the_matmuls_of_its_rows(name):
   jaxprs.assert_each_name_keeps_its_rows(*HARD_TO_NAME[name])
 
@@ -317,9 +315,7 @@ PROGRAMS = {
 } | {"with_vjp while": (with_a_loop, False)}
 
 
-@pytest.mark.parametrize(
-  "name", mark_slow_params(["with_vjp stack", "with_jvp two deep"], PROGRAMS)
-)
+@parametrize_slow("name", ["with_vjp stack", "with_jvp two deep"], PROGRAMS)
 def test_a_name_keeps_the_same_matmuls_as_keep_float32(name):
   block, is_stack = PROGRAMS[name]
   up = jnp.stack([WEIGHTS] * 2) if is_stack else WEIGHTS
@@ -363,9 +359,7 @@ def backward(residuals, ct):
 by_hand.defvjp(forward, backward)
 
 
-@pytest.mark.parametrize(
-  "wrap", mark_slow_params([jax.jit], [jax.jit, jax.checkpoint])
-)
+@parametrize_slow("wrap", [jax.jit], [jax.jit, jax.checkpoint])
 def test_the_backward_pass_of_a_rule_has_the_names_of_its_weights(wrap):
   layer = wrap(by_hand)
 

@@ -4,7 +4,7 @@ import collections
 import functools
 import random
 
-from helpers import custom_rules, jaxprs, mark_slow_params
+from helpers import custom_rules, jaxprs, parametrize_slow
 from helpers.planted_layers import normal
 import jax
 from jax import lax
@@ -186,9 +186,7 @@ PAIRS = (
 QUICK = ("scope of jax",), ("unstacked",), ("custom_jvp", "cond")
 
 
-@pytest.mark.parametrize(
-  "names", mark_slow_params(QUICK, [*zip(WRAPPERS), *PAIRS]), ids=" in ".join
-)
+@parametrize_slow("names", QUICK, [*zip(WRAPPERS), *PAIRS], ids=" in ".join)
 def test_layers_that_share_a_function_have_the_names_of_their_weights(names):
   fun = functools.reduce(lambda f, name: WRAPPERS[name](f), names, pair)
   assert assert_names_select([(fun, pair, names)] * 2)

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 
-from helpers import custom_rules, hijax, jaxprs, mark_slow_params
+from helpers import custom_rules, hijax, jaxprs, parametrize_slow
 from helpers.bits import assert_close, assert_functions_close
 from helpers.jax_limits import skip_if_jax_cannot
 from helpers.planted_layers import normal
@@ -232,16 +232,14 @@ IN_HIJAX = [
 ]
 
 
-@pytest.mark.parametrize(
+@parametrize_slow(
   "case",
-  mark_slow_params(
-    [
-      ("checkpoint", "jax_remat3"),
-      ("custom_jvp", "jax_custom_jvp3"),
-      ("custom_vjp", "jax_custom_vjp3"),
-    ],
-    IN_HIJAX,
-  ),
+  [
+    ("checkpoint", "jax_remat3"),
+    ("custom_jvp", "jax_custom_jvp3"),
+    ("custom_vjp", "jax_custom_vjp3"),
+  ],
+  IN_HIJAX,
   ids=str,
 )
 def test_matmuls_in_hijax_primitives_and_their_gradients_run_in_float16(case):

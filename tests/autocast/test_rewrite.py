@@ -1,6 +1,6 @@
 """The matmuls that run in half precision, and the equations after them."""
 
-from helpers import custom_rules, jaxprs, mark_slow_params, matmul_flops
+from helpers import custom_rules, jaxprs, matmul_flops, parametrize_slow
 from helpers.bits import assert_same_bits
 from helpers.jax_limits import skip_if_jax_cannot
 from helpers.planted_layers import normal
@@ -40,7 +40,7 @@ def test_float64_matmuls_are_unchanged():
 HALVES = ["float16", "bfloat16"]
 
 
-@pytest.mark.parametrize("dtype", mark_slow_params(["float16"], HALVES))
+@parametrize_slow("dtype", ["float16"], HALVES)
 def test_gradients_of_a_half_precision_operand_equal_a_hand_cast_model(dtype):
   def loss(x, w, v):
     return jnp.sum(jnp.tanh(x @ w) @ v + v @ (x @ w))

@@ -8,7 +8,7 @@ import functools
 import itertools
 
 import equinox as eqx
-from helpers import custom_rules, mark_slow_params
+from helpers import custom_rules, parametrize_slow
 from helpers.bits import assert_close, assert_functions_close
 from helpers.planted_layers import normal
 import jax
@@ -130,9 +130,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(
-  "case", mark_slow_params(PAIRS[:1], CASES, PAIRS), ids=str
-)
+@parametrize_slow("case", PAIRS[:1], CASES, PAIRS, ids=str)
 def test_a_shared_rule_has_the_gradient_of_each_call(case):
   rule, share, loss, argnums = case
   check(RULES[rule], SHARED_BY[share], LOSSES[loss], argnums)
@@ -148,9 +146,7 @@ def skip_if_all_is_said_to_move():
     pytest.skip("JAX 0.12 says that all arguments of the rule move.")
 
 
-@pytest.mark.parametrize(
-  "share", mark_slow_params([jax.jit], [jax.jit, jax.checkpoint])
-)
+@parametrize_slow("share", [jax.jit], [jax.jit, jax.checkpoint])
 def test_values_that_a_rule_closes_over_cannot_be_differentiated(share):
   if share is jax.checkpoint:
     skip_if_all_is_said_to_move()
@@ -260,7 +256,7 @@ WITHIN = {
 }
 
 
-@pytest.mark.parametrize("within", mark_slow_params(["scan"], WITHIN))
+@parametrize_slow("within", ["scan"], WITHIN)
 def test_a_rule_in_a_loop_in_a_checkpoint_keeps_its_constants(within):
   skip_if_all_is_said_to_move()
   loss = make_constant_rule(WITHIN[within])

@@ -3,7 +3,7 @@
 import functools
 import itertools
 
-from helpers import jaxprs, mark_slow_params, sharding
+from helpers import jaxprs, parametrize_slow, sharding
 from helpers.bits import assert_close, assert_functions_close, assert_same_bits
 from helpers.devices import require_devices
 import jax
@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import numpy as np
-import pytest
 
 import optax_lossscale as ols
 from optax_lossscale._jaxprs import _eqns
@@ -48,9 +47,8 @@ def test_a_checkpoint_inside_keeps_its_options():
   assert params["prevent_cse"] in (False, (False,))
 
 
-@pytest.mark.parametrize(
-  "axis_type",
-  mark_slow_params([AxisType.Explicit], [AxisType.Auto, AxisType.Explicit]),
+@parametrize_slow(
+  "axis_type", [AxisType.Explicit], [AxisType.Auto, AxisType.Explicit]
 )
 def test_shardings_are_kept(axis_type):
   mesh = sharding.make_mesh((4, 2), ("data", "model"), axis_type)
@@ -78,9 +76,7 @@ def test_shardings_are_kept(axis_type):
 MESHES = [*itertools.product((AxisType.Auto, AxisType.Explicit), (False, True))]
 
 
-@pytest.mark.parametrize(
-  "mesh", mark_slow_params([(AxisType.Explicit, True)], MESHES), ids=str
-)
+@parametrize_slow("mesh", [(AxisType.Explicit, True)], MESHES, ids=str)
 def test_shard_map_inside_and_outside_is_entered(mesh):
   axis_type, check_vma = mesh
   mesh = sharding.make_mesh((8,), ("data",), axis_type)
@@ -110,9 +106,7 @@ def test_shard_map_inside_and_outside_is_entered(mesh):
     sharding.assert_shardings_equal(actual, expected)
 
 
-@pytest.mark.parametrize(
-  "transform", mark_slow_params([jax.vmap], [jax.vmap, jax.pmap])
-)
+@parametrize_slow("transform", [jax.vmap], [jax.vmap, jax.pmap])
 def test_autocast_works_in_pmap_and_in_vmap_with_an_axis_name(transform):
   def local(x):
     return lax.pmean(x @ W, "i") + lax.axis_index("i")

@@ -3,7 +3,7 @@
 import itertools
 
 from flax import serialization
-from helpers import mark_slow_params
+from helpers import mark_slow_params, parametrize_slow
 from helpers.bits import assert_same_bits
 from helpers.small_model import (
   init_params,
@@ -88,9 +88,7 @@ CUTS = [
 ]
 
 
-@pytest.mark.parametrize(
-  "case", mark_slow_params([(resume_from_msgpack, 3)], CUTS)
-)
+@parametrize_slow("case", [(resume_from_msgpack, 3)], CUTS)
 def test_a_resumed_run_equals_one_without_a_break(run, case, tmp_path):
   resume, cut = case
   overflows = [False, True, False, False, True, True]

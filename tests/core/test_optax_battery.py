@@ -9,7 +9,7 @@ import platform
 import subprocess
 import sys
 
-from helpers import mark_slow_params, optax_battery, optimizers, ROOT
+from helpers import optax_battery, optimizers, parametrize_slow, ROOT
 from helpers.bits import assert_same_bits
 from helpers.small_model import init_params
 import jax
@@ -123,9 +123,11 @@ CASES = [*itertools.product(WRAPPINGS, FACTORIES)]
 FEW = [case for case in CASES if case[0] is WRAPPINGS[0] or case[1] in QUICK]
 
 
-@pytest.mark.parametrize(
+@parametrize_slow(
   "case",
-  mark_slow_params([(WRAPPINGS[0], x) for x in QUICK], CASES, FEW),
+  [(WRAPPINGS[0], x) for x in QUICK],
+  CASES,
+  FEW,
   ids=lambda x: f"{x[0][0].__name__} in {x[0][1]}, {x[1]}",
 )
 def test_types_are_stable(case):

@@ -8,7 +8,7 @@ import warnings
 
 import equinox as eqx
 from flax import nnx
-from helpers import mark_slow_params
+from helpers import parametrize_slow
 from helpers.bits import has_same_bits
 from helpers.leaves import FLOATS, LEAF_GROUPS, NON_FLOATS
 import jax
@@ -37,9 +37,7 @@ def test_unscale_undoes_scale_bit_for_bit_at_every_power_of_two():
     assert has_same_bits(got, g), k
 
 
-@pytest.mark.parametrize(
-  "dtype", mark_slow_params(["float16"], ["float16", "bfloat16", "float32"])
-)
+@parametrize_slow("dtype", ["float16"], ["float16", "bfloat16", "float32"])
 def test_the_loss_is_exact_and_in_its_own_dtype_whatever_the_scale(dtype):
   """3 * 2**15 is no float16: Flax reports inf on a step that it applies."""
   fun = lambda w: (w * 3).astype(dtype)
@@ -237,7 +235,7 @@ def test_a_using_function_that_returns_no_value_is_detected(
 ARGNUMS = [0, 1, -1, (0, 1), (1,), (1, 0)]
 
 
-@pytest.mark.parametrize("argnums", mark_slow_params([-1, (1, 0)], ARGNUMS))
+@parametrize_slow("argnums", [-1, (1, 0)], ARGNUMS)
 @pytest.mark.parametrize("has_aux", [False, True])
 def test_value_and_grad_returns_what_jax_does(has_aux, argnums):
   def fun(a, b, *, c=1.0):
@@ -329,7 +327,7 @@ SCALED_BY_HAND = {
 }
 
 
-@pytest.mark.parametrize("name", mark_slow_params(["in a jit"], SCALED_BY_HAND))
+@parametrize_slow("name", ["in a jit"], SCALED_BY_HAND)
 @pytest.mark.filterwarnings("ignore:autocast had no effect")
 def test_a_loss_may_hold_a_gradient_that_is_scaled_by_hand(name):
   """A gradient penalty, or a step of an inner loop, with its own scale."""
@@ -404,7 +402,7 @@ def is_finite(way, leaves, factor):
 
 
 @pytest.mark.parametrize("way, factor", WAYS)
-@pytest.mark.parametrize("dtype", mark_slow_params(["float32"], DTYPES))
+@parametrize_slow("dtype", ["float32"], DTYPES)
 def test_each_finiteness_check_finds_a_nonfinite_entry_at_any_index(
   dtype, way, factor
 ):
@@ -454,9 +452,7 @@ def test_the_check_by_count_is_exact_for_many_leaves():
 
 
 @pytest.mark.parametrize("way", ["sums", "counts"])
-@pytest.mark.parametrize(
-  "dtype", mark_slow_params(["float32"], ["float16", "bfloat16", "float32"])
-)
+@parametrize_slow("dtype", ["float32"], ["float16", "bfloat16", "float32"])
 def test_a_multiplication_that_overflows_is_found(dtype, way):
   """With a scale below 1, of an entry that is finite."""
   largest = np.array([jnp.finfo(dtype).max], dtype)

@@ -2,7 +2,7 @@
 
 import functools
 
-from helpers import mark_slow_params
+from helpers import parametrize_slow
 from helpers.bits import assert_same_bits
 import jax
 from jax import lax
@@ -142,7 +142,7 @@ UPDATES = {
 QUICK = "ordinary", "jit of one result", "exchanged"
 
 
-@pytest.mark.parametrize("name", mark_slow_params(QUICK, UPDATES))
+@parametrize_slow("name", QUICK, UPDATES)
 def test_an_update_equals_a_select_after_the_update(name):
   check_against_plain(UPDATES[name], GRADS, OLD)
 

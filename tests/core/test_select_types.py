@@ -7,7 +7,7 @@ with the value itself. It must not distinguish the two.
 import functools
 import re
 
-from helpers import mark_slow_params, on_host, sharding
+from helpers import on_host, parametrize_slow, sharding
 import jax
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
@@ -252,9 +252,7 @@ def test_profiles_show_the_name_and_the_scopes_of_an_inlined_jit(transform):
   assert expected <= list_op_names(wrapped)
 
 
-@pytest.mark.parametrize(
-  "in_axes", mark_slow_params([(None, 0)], [(0, 0), (None, 0), (0, None)])
-)
+@parametrize_slow("in_axes", [(None, 0)], [(0, 0), (None, 0), (0, None)])
 def test_each_member_of_a_vmap_is_selected_by_its_flag(in_axes):
   batch = lambda tree: jax.tree.map(lambda x: jnp.stack([x, x + 1]), tree)
   grads = batch(GRADS) if in_axes[0] == 0 else GRADS

@@ -7,13 +7,12 @@ with it `optax.apply_updates`; the wrapper's -0.0 adds nothing.
 
 from typing import NamedTuple
 
-from helpers import mark_slow_params
+from helpers import parametrize_slow
 from helpers.bits import has_same_bits
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import optax_lossscale as ols
 
@@ -87,7 +86,7 @@ def insert_bad(tree, bad, leaf, index):
   return tree
 
 
-@pytest.mark.parametrize("skip", mark_slow_params(QUICK, SKIPS), ids=str)
+@parametrize_slow("skip", QUICK, SKIPS, ids=str)
 def test_a_skipped_step_changes_no_bit_and_no_type(skip):
   tx = ols.with_loss_scaling(OPTIMIZERS[skip.optimizer], **dict(skip.options))
   params = make_tree(skip.params, skip.size)
@@ -164,12 +163,10 @@ def keeps_subnormals(dtype, optimizer, jitted, select):
   return jitted and (dtype in ("float32", "float64") or optimizer == "sgd")
 
 
-@pytest.mark.parametrize(
+@parametrize_slow(
   "case",
-  mark_slow_params(
-    [("bfloat16", "sgd", True, False)],
-    [(dtype, *how) for dtype in (*EXACT, *FLUSHED) for how in HOW],
-  ),
+  [("bfloat16", "sgd", True, False)],
+  [(dtype, *how) for dtype in (*EXACT, *FLUSHED) for how in HOW],
   ids=str,
 )
 def test_subnormal_params_are_kept_or_flushed_as_the_pages_say(case):

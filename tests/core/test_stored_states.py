@@ -20,7 +20,7 @@ import typing
 
 from core.stored import record
 from flax import serialization
-from helpers import mark_slow_params
+from helpers import parametrize_slow
 from helpers.bits import assert_same_bits
 import jax
 import numpy as np
@@ -113,9 +113,7 @@ def test_this_version_is_stored():
   assert ols.__version__ in VERSIONS
 
 
-@pytest.mark.parametrize(
-  "name", mark_slow_params(["dynamic, hysteresis"], record.POLICIES)
-)
+@parametrize_slow("name", ["dynamic, hysteresis"], record.POLICIES)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_state_stored_by_a_version_is_read_and_training_continues(
   version, name
@@ -178,9 +176,7 @@ def other():
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 
 
-@pytest.mark.parametrize(
-  "protocol", mark_slow_params([0, pickle.HIGHEST_PROTOCOL], PROTOCOLS)
-)
+@parametrize_slow("protocol", [0, pickle.HIGHEST_PROTOCOL], PROTOCOLS)
 def test_a_pickle_of_another_layout_loses_nothing_and_update_says_what_to_do(
   protocol,
 ):

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 
-from helpers import mark_slow_params
+from helpers import parametrize_slow
 from helpers.bits import has_same_bits
 import jax
 import jax.numpy as jnp
@@ -86,9 +86,8 @@ def test_a_training_loop_does_the_same_in_every_mode(mode, options):
     np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-4)
 
 
-@pytest.mark.parametrize(
-  "mode",
-  mark_slow_params(["debug_nans"], ["debug_nans", "no_transfers", "leaks"]),
+@parametrize_slow(
+  "mode", ["debug_nans"], ["debug_nans", "no_transfers", "leaks"]
 )
 def test_an_overflow_inside_a_jitted_step_raises_no_error(mode):
   policy = ols.DynamicLossScale(2.0**30)
@@ -142,9 +141,7 @@ def take_steps(update, key, flags, jit=jax.jit, **options):
   return keys
 
 
-@pytest.mark.parametrize(
-  "check_updates", mark_slow_params([True], [False, True])
-)
+@parametrize_slow("check_updates", [True], [False, True])
 @pytest.mark.parametrize(
   ("make_key", "jit"),
   [

@@ -6,7 +6,7 @@ Skipped steps are in test_skips.py.
 import functools
 import itertools
 
-from helpers import mark_slow_params
+from helpers import parametrize_slow
 from helpers.bits import has_same_bits
 from helpers.leaves import FLOATS, LEAF_GROUPS, NON_FLOATS
 from helpers.policy_models import AmaxRecorder
@@ -27,9 +27,7 @@ def eagerly(fun):
   return fun
 
 
-jit_or_slow_eager = pytest.mark.parametrize(
-  "jit", mark_slow_params([jax.jit], [jax.jit, eagerly])
-)
+jit_or_slow_eager = parametrize_slow("jit", [jax.jit], [jax.jit, eagerly])
 
 
 def run_step(tx, grads, params=None, jit=jax.jit, **kwargs):
@@ -127,7 +125,7 @@ FLOAT64 = [
 ] + [("complex128", norm, jax.jit) for norm in NORMS]
 
 
-@pytest.mark.parametrize("case", mark_slow_params(FLOAT64[:1], FLOAT64))
+@parametrize_slow("case", FLOAT64[:1], FLOAT64)
 def test_update_unscales_float64_as_exactly_as_unscale_grads(case):
   """By a scale whose reciprocal float32 rounds."""
   dtype, max_norm, jit = case
@@ -159,12 +157,10 @@ UNSCALED_TO_INF = [
 ]
 
 
-@pytest.mark.parametrize(
-  "case",
-  mark_slow_params([UNSCALED_TO_INF[0], UNSCALED_TO_INF[2]], UNSCALED_TO_INF),
-  ids=str,
+@parametrize_slow(
+  "case", [UNSCALED_TO_INF[0], UNSCALED_TO_INF[2]], UNSCALED_TO_INF, ids=str
 )
-@pytest.mark.parametrize("max_norm", mark_slow_params([None], [None, 2.0**120]))
+@parametrize_slow("max_norm", [None], [None, 2.0**120])
 def test_a_finite_scaled_gradient_that_unscales_to_inf_is_skipped(
   case, max_norm
 ):
@@ -197,9 +193,7 @@ UPDATES = [
 
 
 @jit_or_slow_eager
-@pytest.mark.parametrize(
-  "case", mark_slow_params(UPDATES[:1], UPDATES), ids=str
-)
+@parametrize_slow("case", UPDATES[:1], UPDATES, ids=str)
 def test_check_updates_checks_the_updates_in_the_dtype_of_the_params(case, jit):
   dtype, value, applied = case
   with jax.enable_x64(value == 1e300):
@@ -361,7 +355,7 @@ MANY = [np.float32(0.1 * (-1) ** i * (i + 1) * np.ones(3)) for i in range(50)]
 PLACES = list(itertools.product([None, 1e6], [0, 7, 8, 9, 15, 16, 49]))
 
 
-@pytest.mark.parametrize("case", mark_slow_params([(1e6, 8)], PLACES), ids=str)
+@parametrize_slow("case", [(1e6, 8)], PLACES, ids=str)
 def test_the_largest_gradient_or_a_nan_may_be_in_any_of_many_arrays(case):
   max_norm, number = case
   tx = ols.with_loss_scaling(optax.sgd(1.0), AmaxRecorder(), max_norm=max_norm)
@@ -465,7 +459,7 @@ def test_a_scale_inside_multi_steps_warns():
   ols.grad(jnp.sum, outside.init(np.zeros(2, np.float32)))
 
 
-@pytest.mark.parametrize("is_scaled", mark_slow_params([True], [True, False]))
+@parametrize_slow("is_scaled", [True], [True, False])
 def test_max_norm_clips_by_the_global_norm(is_scaled):
   @jax.jit
   def clip(max_norm, grads):

@@ -34,6 +34,18 @@ def _get_marks(value, quick, slow):
   return pytest.mark.slow if is_slow else pytest.mark.nightly
 
 
+def parametrize_slow(
+  name: str,
+  quick: Collection[Any],
+  values: Collection[Any],
+  slow: Collection[Any] | None = None,
+  **kwargs: Any,
+) -> pytest.MarkDecorator:
+  """Return the decorator of a test of which only a few values always run."""
+  values = mark_slow_params(quick, values, slow)
+  return pytest.mark.parametrize(name, values, **kwargs)
+
+
 def relative_name(path: pathlib.Path) -> str:
   """The path of a file from the root of the repository."""
   return str(path.relative_to(ROOT))

@@ -131,11 +131,7 @@ REFUSED = [
   ("apex, settings", {"init_scale": 0.5}, "min_scale = 1.0, init_scale = 0.5"),
   ("DeepSpeed", {"min_loss_scale": 2.0**17}, "init_scale = 65536.0"),
   ("Megatron, state", {"hysteresis_tracker": 3}, "at most .*2, got 3"),
-  (
-    "DeepSpeed, state",
-    {"last_overflow_iter": 30},
-    "less than cur_iter, 30",
-  ),
+  ("DeepSpeed, state", {"last_overflow_iter": 30}, "less than cur_iter, 30"),
   (
     "tf.keras",
     {"inner_optimizer": NESTED, "momentum": 0.9},

@@ -11,7 +11,7 @@ import functools
 import random
 import re
 
-from helpers import interop_replay, mark_slow_params, ROOT
+from helpers import interop_replay, parametrize_slow, ROOT
 from helpers import interop_samples as samples
 from interop.golden import encoding
 import jax
@@ -135,7 +135,7 @@ GROUPS = [(name, i) for name in SYSTEMS for i in range(len(load_cases(name)))]
 QUICK = [(name, 1) for name in SYSTEMS]
 
 
-@pytest.mark.parametrize("group", mark_slow_params(QUICK, GROUPS), ids=str)
+@parametrize_slow("group", QUICK, GROUPS, ids=str)
 def test_policies_move_like_the_other_system_also_from_a_saved_state(group):
   name, number = group
   system = SYSTEMS[name]
@@ -375,7 +375,7 @@ def train(policy, inner, *, counts_move_on_skips=False):
 QUICK_RUNS = [("tf_keras", "sgd"), ("flax", "adam, decayed")]
 
 
-@pytest.mark.parametrize("run", mark_slow_params(QUICK_RUNS, RUNS), ids=str)
+@parametrize_slow("run", QUICK_RUNS, RUNS, ids=str)
 def test_params_and_scale_equal_the_other_system_at_every_step(run):
   package, name = run
   theirs = RUNS[run]

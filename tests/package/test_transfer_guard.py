@@ -8,7 +8,7 @@ import functools
 import inspect
 
 from helpers import interop_samples as samples
-from helpers import mark_slow_params
+from helpers import parametrize_slow
 import jax
 import jax.numpy as jnp
 import matplotlib
@@ -137,9 +137,10 @@ REPORTS = {
 }
 
 
-@pytest.mark.parametrize(
+@parametrize_slow(
   "fun",
-  mark_slow_params([*(ON_HOST.keys() - REPORTS)], list(ON_HOST)),
+  [*(ON_HOST.keys() - REPORTS)],
+  list(ON_HOST),
   ids=lambda fun: fun.__name__,
 )
 def test_a_function_on_the_host_transfers_under_a_guard(fun):
@@ -157,10 +158,8 @@ UNGUARDED = {
 }
 
 
-@pytest.mark.parametrize(
-  "fun",
-  mark_slow_params([interop.from_torch], UNGUARDED),
-  ids=lambda fun: fun.__name__,
+@parametrize_slow(
+  "fun", [interop.from_torch], UNGUARDED, ids=lambda fun: fun.__name__
 )
 def test_without_its_guard_a_function_would_raise_an_error(fun):
   """So that the test above is not one of inputs that need no transfer."""

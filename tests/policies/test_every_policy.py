@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import pickle
 
-from helpers import mark_slow_params
+from helpers import mark_slow_params, parametrize_slow
 from helpers.bits import has_same_bits
 import hypothesis
 from hypothesis import strategies as st
@@ -129,7 +129,7 @@ def test_scanned_under_vmap_each_member_has_its_own_state(policy):
 
 
 @each_policy
-@pytest.mark.parametrize("x64", mark_slow_params([True], [False, True]))
+@parametrize_slow("x64", [True], [False, True])
 def test_types_are_strong_and_32_bits_wide_in_every_mode(policy, x64):
   expected = jax.eval_shape(policy.init)
   with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):
@@ -247,7 +247,7 @@ def test_a_policy_state_with_other_fields_is_refused_in_any_class(policy):
       adjust(policy, state._replace(policy_state=policy_state), True)
 
 
-@pytest.mark.parametrize("other", mark_slow_params(["headroom"], REMEMBERING))
+@parametrize_slow("other", ["headroom"], REMEMBERING)
 @pytest.mark.parametrize("policy", FORGETFUL.values(), ids=FORGETFUL)
 def test_a_policy_without_memory_keeps_the_state_of_another_policy(
   policy, other
@@ -270,7 +270,7 @@ ARRAYS = [
 ]
 
 
-@pytest.mark.parametrize("row", mark_slow_params([0], range(len(ARRAYS))))
+@parametrize_slow("row", [0], range(len(ARRAYS)))
 @pytest.mark.parametrize("as_array", [jnp.asarray, np.asarray])
 def test_hyperparameters_may_be_arrays_and_no_step_deletes_them(row, as_array):
   kind, numbers = ARRAYS[row]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pathlib
 from typing import Any, NamedTuple
 
-from helpers import mark_slow_params
+from helpers import parametrize_slow
 from helpers.benchmark import load_benchmark
 import jax
 import jax.numpy as jnp
@@ -193,7 +193,7 @@ def pad(runs):
   return padded
 
 
-@pytest.mark.parametrize("name", mark_slow_params(QUICK, RUNS))
+@parametrize_slow("name", QUICK, RUNS)
 def test_headroom_loses_few_gradients_and_few_in_a_row(name):
   bounds = RUNS[name]
   policy = ols.HeadroomLossScale(init_scale=2.0**bounds.log2_init_scale)
