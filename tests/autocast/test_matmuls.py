@@ -152,9 +152,7 @@ def test_a_rule_that_might_raise_runs_in_half_precision_without_a_trace():
 @pytest.mark.parametrize(
   "keep, num_traces", [((), 0), ("embed*", 1)], ids=["no names", "a name"]
 )
-def test_a_rule_is_differentiated_again_only_for_its_names(
-  monkeypatch, keep, num_traces
-):
+def test_a_rule_is_traced_only_for_its_names(monkeypatch, keep, num_traces):
   seen = []
   trace = lambda eqn: (seen.append(eqn), None)
   monkeypatch.setattr(_matmuls, "trace_rule_grad", trace)

@@ -125,9 +125,7 @@ def test_the_wrapper_explains_what_to_do_with_a_state_read_into_dicts(run):
   jax.eval_shape(run.tx.update, params, restored, params)
 
 
-def test_a_state_read_by_orbax_without_a_target_raises_the_same_error(
-  run, tmp_path
-):
+def test_a_state_read_by_orbax_without_a_target_raises_an_error(run, tmp_path):
   opt_state = run.start[1]
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(tmp_path / "state", opt_state)

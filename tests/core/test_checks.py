@@ -172,9 +172,7 @@ each_function = pytest.mark.parametrize("differentiate", BOTH)
   ],
 )
 @each_function
-def test_a_loss_that_cannot_be_scaled_is_refused(
-  differentiate, loss, error, text
-):
+def test_a_loss_that_is_no_scalar_is_refused(differentiate, loss, error, text):
   got = get_message(error, lambda: differentiate(lambda w: loss, STATE)(1.0))
   assert "fun must return a" in got
   assert text in got
@@ -205,9 +203,7 @@ def loss_of(w):
   ],
 )
 @each_function
-def test_a_function_without_a_loss_may_be_differentiated_already(
-  differentiate, fun
-):
+def test_a_function_differentiated_already_is_refused(differentiate, fun):
   fun = differentiate(fun, STATE)
   text = get_message((TypeError, ValueError), lambda: fun(jnp.ones(2)))
   assert "fun must return a scalar loss, got" in text
@@ -284,9 +280,7 @@ def test_values_longer_than_a_line_are_shown_by_their_type():
   ],
   ids=lambda x: type(x).__name__,
 )
-def test_passing_loss_arguments_as_argnums_raises_an_error_with_the_fix(
-  differentiate, argnums
-):
+def test_loss_arguments_as_argnums_raise_an_error(differentiate, argnums):
   call = lambda: differentiate(loss_of, STATE, argnums, LARGE)
   text = get_message(TypeError, call)
   assert "argnums must be an integer or a sequence of integers, got" in text

@@ -58,9 +58,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("make_optimizer", "dtype", "init_scale"), CASES)
-def test_the_module_equals_the_package_bit_for_bit(
-  make_optimizer, dtype, init_scale
-):
+def test_the_module_equals_the_package(make_optimizer, dtype, init_scale):
   contrib = load_module()
   settings = dict(init_scale=init_scale, growth_interval=3, max_scale=2.0**16)
   params = {"w": jnp.eye(3, dtype=dtype), "b": jnp.ones(2, dtype)}

@@ -221,9 +221,7 @@ def test_argnums_is_passed_on_only_if_it_is_given():
 @pytest.mark.parametrize(
   "using", [jax.grad, nnx.grad, eqx.filter_grad], ids=["jax", "nnx", "equinox"]
 )
-def test_a_using_function_that_returns_no_value_is_detected(
-  differentiate, using
-):
+def test_a_using_function_without_a_value_is_detected(differentiate, using):
   total = lambda w: sum(map(jnp.sum, jax.tree.leaves(w)))
   fun = differentiate(total, ols.FixedLossScale(2.0).init(), using=using)
   message = r"using must return the value and the gradients.*got using = "
@@ -301,9 +299,7 @@ SCALED_TWICE = {
     ("jit", eqx.filter_value_and_grad),
   ],
 )
-def test_scale_loss_in_a_loss_that_is_scaled_anyway_says_which_one_to_drop(
-  name, using
-):
+def test_a_loss_that_is_scaled_twice_says_which_scale_to_drop(name, using):
   differentiated = ols.grad(SCALED_TWICE[name], make_state(2.0), using=using)
   with pytest.raises(RuntimeError, match="Remove scale_loss from "):
     jax.jit(differentiated)(np.ones(3, np.float32))
@@ -403,9 +399,7 @@ def is_finite(way, leaves, factor):
 
 @pytest.mark.parametrize("way, factor", WAYS)
 @parametrize_slow("dtype", ["float32"], DTYPES)
-def test_each_finiteness_check_finds_a_nonfinite_entry_at_any_index(
-  dtype, way, factor
-):
+def test_each_check_finds_a_nonfinite_entry_at_any_index(dtype, way, factor):
   with jax.enable_x64(dtype == "float64"):
     info = jnp.finfo(dtype)
     tiny = info.smallest_subnormal

@@ -221,9 +221,7 @@ DIFFERENT = r"must be equal in leaves that are not arrays.*got .* at mode"
     ({"mode": 1.0}, {"mode": "train"}, DIFFERENT),
   ],
 )
-def test_select_if_finite_names_the_first_leaf_that_it_cannot_select(
-  new, old, message
-):
+def test_select_if_finite_names_a_leaf_that_it_cannot_select(new, old, message):
   state = ols.DynamicLossScale().init()
   for finite in np.True_, np.False_:
     with pytest.raises(ValueError, match=message):

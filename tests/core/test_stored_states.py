@@ -115,9 +115,7 @@ def test_this_version_is_stored():
 
 @parametrize_slow("name", ["dynamic, hysteresis"], record.POLICIES)
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_state_stored_by_a_version_is_read_and_training_continues(
-  version, name
-):
+def test_training_continues_from_a_state_that_a_version_stored(version, name):
   tx, (params, state) = make_after_steps(name)
   pickled = pickle.loads(load_stored(version, "pickle"))[name]
   fresh = {name: (params, tx.init(params))}
@@ -177,9 +175,7 @@ PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 
 
 @parametrize_slow("protocol", [0, pickle.HIGHEST_PROTOCOL], PROTOCOLS)
-def test_a_pickle_of_another_layout_loses_nothing_and_update_says_what_to_do(
-  protocol,
-):
+def test_a_pickle_of_another_layout_loses_nothing_and_is_refused(protocol):
   """The stored bytes of today, read by a class that has changed."""
   _, (params, state) = make_after_steps("headroom")
   usual = ols.HeadroomPolicyState

@@ -161,9 +161,7 @@ UNSCALED_TO_INF = [
   "case", [UNSCALED_TO_INF[0], UNSCALED_TO_INF[2]], UNSCALED_TO_INF, ids=str
 )
 @parametrize_slow("max_norm", [None], [None, 2.0**120])
-def test_a_finite_scaled_gradient_that_unscales_to_inf_is_skipped(
-  case, max_norm
-):
+def test_a_finite_gradient_that_unscales_to_inf_is_skipped(case, max_norm):
   """torch tests the scaled gradients, and applies the inf."""
   dtype, scale, large, largest = case
   tx = ols.with_loss_scaling(

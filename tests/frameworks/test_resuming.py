@@ -99,9 +99,7 @@ def assert_training_continues(state, saved):
   assert_same_bits(mine.opt_state.inner_state, theirs.opt_state)
 
 
-def test_flaxs_restore_into_a_wrapped_state_loses_the_momentum_silently(
-  tmp_path,
-):
+def test_flaxs_restore_into_a_wrapped_state_loses_the_momentum(tmp_path):
   """The known trap. If this fails, Flax has fixed it: update the page."""
   saved = train(make_state(BARE))
   assert get_momentum(saved) > 0.5
@@ -114,9 +112,7 @@ def test_flaxs_restore_into_a_wrapped_state_loses_the_momentum_silently(
   assert restored.step - skips - get_count(restored) == STEPS
 
 
-def test_a_run_restored_into_the_bare_state_and_adopted_continues(
-  save_and_restore,
-):
+def test_a_run_restored_into_the_bare_state_continues(save_and_restore):
   saved = train(make_state(BARE))
   restored = save_and_restore(saved, make_state(BARE))
   assert_training_continues(adopt(restored), saved)

@@ -142,9 +142,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("name, changes, message", REFUSED)
-def test_values_that_the_other_system_would_not_write_are_refused(
-  name, changes, message
-):
+def test_values_that_no_other_system_writes_are_refused(name, changes, message):
   call, valid = samples.CALLS[name]
   with pytest.raises(ValueError, match=message):
     call({**valid, **changes})

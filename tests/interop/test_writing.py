@@ -60,9 +60,7 @@ def read_back(write, written):
 
 
 @pytest.mark.parametrize("write, case", EXPORTS)
-def test_the_other_system_continues_from_a_written_state_like_the_policy(
-  write, case
-):
+def test_the_other_system_continues_from_a_written_state(write, case):
   policy, state = make_exported_state(get_floor(case), case)
   written = write(policy, state)
   assert written == case["exported"]

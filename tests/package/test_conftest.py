@@ -44,9 +44,7 @@ PLATFORMS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("chosen", "platforms"), PLATFORMS.items())
-def test_the_cpu_is_the_default_platform_next_to_those_of_the_user(
-  chosen, platforms
-):
+def test_the_cpu_is_the_default_next_to_other_platforms(chosen, platforms):
   code = """
 import conftest, jax, os
 assert jax.config.jax_platforms == os.environ["JAX_PLATFORMS"]

@@ -89,9 +89,7 @@ def test_the_source_distribution_can_be_built_and_is_small(dist):
   assert folders == {"optax_lossscale"}
 
 
-def test_the_readmes_first_example_runs_with_the_wheel_in_an_empty_environment(
-  dist, tmp_path
-):
+def test_the_readmes_first_example_runs_with_the_wheel_alone(dist, tmp_path):
   python = make_environment(tmp_path / "venv", dist)
   example, *_ = markdown.find_code_blocks(ROOT / "README.md")
   example += "print(ols.__file__, ols.diagnostics, ols.interop, ols.plots)\n"

@@ -62,9 +62,7 @@ def test_dynamic_follows_its_model(policy, finites):
     ("backoff", [64, 64, 64, 32, 32, 32], [64, 32, 32, 16]),
   ],
 )
-def test_hysteresis_of_two_tolerates_one_overflow_until_refilled(
-  refill, mixed, overflows
-):
+def test_hysteresis_of_two_tolerates_one_overflow(refill, mixed, overflows):
   policy = ols.DynamicLossScale(64.0, hysteresis=2, hysteresis_refill=refill)
   assert run_scales(policy, "TFTTFT") == mixed
   assert run_scales(policy, "TTTT") == overflows

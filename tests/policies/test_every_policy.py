@@ -167,9 +167,7 @@ def run_scales(policy, start, finite):
   steps=st.lists(st.booleans(), min_size=40, max_size=40),
   exponent=st.integers(4, 126),
 )
-def test_the_scale_stays_between_min_scale_and_max_scale(
-  policy, steps, exponent
-):
+def test_the_scale_stays_between_its_bounds(policy, steps, exponent):
   trace = run_scales(policy, np.float32(2.0**exponent), np.array(steps))
   low = getattr(policy, "min_scale", 2.0**-126)
   assert np.all((low <= trace) & (trace <= 2.0**126))
@@ -191,9 +189,7 @@ def test_counters_saturate(policy):
 
 
 @each_remembering
-def test_every_policy_with_memory_refuses_a_foreign_state_with_the_same_error(
-  policy,
-):
+def test_every_policy_with_memory_refuses_a_foreign_state(policy):
   kind = type(policy.init().policy_state)
   for other in ALL.values():
     state = other.init()
@@ -249,9 +245,7 @@ def test_a_policy_state_with_other_fields_is_refused_in_any_class(policy):
 
 @parametrize_slow("other", ["headroom"], REMEMBERING)
 @pytest.mark.parametrize("policy", FORGETFUL.values(), ids=FORGETFUL)
-def test_a_policy_without_memory_keeps_the_state_of_another_policy(
-  policy, other
-):
+def test_a_policy_without_memory_keeps_that_of_another(policy, other):
   state = ols.set_loss_scale(REMEMBERING[other].init(), 2.0**6)
   for finite in (True, False):
     after = step(policy, state, finite)

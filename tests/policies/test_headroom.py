@@ -166,9 +166,7 @@ def test_a_limit_from_larger_intermediate_values_costs_few_steps():
 @pytest.mark.parametrize(
   "highest, rises", [(20, [20, 21, 23]), (2, [2, 3, 5, 9, 17, 25])]
 )
-def test_a_scale_that_overflowed_is_retried_with_increases_that_double(
-  highest, rises
-):
+def test_a_scale_that_overflowed_is_retried_by_doubled_steps(highest, rises):
   _, states = overflows_above(highest, make_settled_state())
   scales, _ = overflows_above(100, get_last(states), 30_000)
   assert scales[0] == highest
@@ -245,9 +243,7 @@ def run_search():
 
 
 @pytest.mark.parametrize("outcome", [0.0, None])
-def test_a_proposal_without_gradients_costs_nothing_and_changes_no_memory(
-  outcome,
-):
+def test_a_proposal_without_gradients_costs_and_changes_nothing(outcome):
   scales, states = run_search()
   for guessed in (-24, 120):
     before = jax.tree.map(lambda x: x[scales.index(guessed)], states)  # noqa: B023
@@ -299,9 +295,7 @@ def test_failed_searches_become_rare_until_consecutive_gradients_arrive():
     max_size=STEPS,
   )
 )
-def test_scale_and_policy_state_stay_finite_in_bounds_and_powers_of_two(
-  policy, steps
-):
+def test_the_scale_stays_a_power_of_two_within_its_bounds(policy, steps):
   finites, amaxes = zip(*steps, strict=True)
   states = run_policy(policy, finites, None, amaxes)
   scales = states.loss_scale
