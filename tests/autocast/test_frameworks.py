@@ -177,7 +177,6 @@ class Kept(nn.Module):
 def test_layers_and_methods_of_linen_may_be_kept():
   model = LinenModel()
   params = jax.eval_shape(model.init, jax.random.key(0), X)
-  counts = jaxprs.count_matmuls_by_dtype(
-    ols.autocast(lambda params: model.apply(params, X)), params
-  )
+  half = ols.autocast(lambda params: model.apply(params, X))
+  counts = jaxprs.count_matmuls_by_dtype(half, params)
   assert counts == {"float16": 1, "float32": 2}

@@ -149,9 +149,7 @@ def test_a_rule_that_might_raise_runs_in_half_precision_without_a_trace():
   assert set(jaxprs.count_matmuls_by_dtype(named, TABLE)) == {"float32"}
 
 
-@pytest.mark.parametrize(
-  "keep, num_traces", [((), 0), ("embed*", 1)], ids=["no names", "a name"]
-)
+@pytest.mark.parametrize("keep, num_traces", [((), 0), ("embed*", 1)])
 def test_a_rule_is_traced_only_for_its_names(monkeypatch, keep, num_traces):
   seen = []
   trace = lambda eqn: (seen.append(eqn), None)

@@ -183,9 +183,10 @@ HOLDERS = {
 }
 
 
-@pytest.mark.parametrize(
-  "change", [rename_params, make_unknown_eqn, duplicate_jaxpr]
-)
+CHANGES = rename_params, make_unknown_eqn, duplicate_jaxpr
+
+
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", HOLDERS)
 def test_an_equation_of_another_jax_is_rewritten_or_reported(name, change):
   closed = jax.make_jaxpr(HOLDERS[name])(A, B)

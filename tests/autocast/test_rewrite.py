@@ -151,9 +151,10 @@ def test_another_dtype_is_an_error(dtype):
     ols.autocast(lambda: None, dtype)
 
 
-@pytest.mark.parametrize(
-  "function", [ols.autocast, ols.autocast(), ols.keep_float32]
-)
+CALLS = ols.autocast, ols.autocast(), ols.keep_float32
+
+
+@pytest.mark.parametrize("function", CALLS)
 def test_an_argument_other_than_a_function_raises_an_error(function):
   with pytest.raises(TypeError, match="fun must be a function, got fun = 3"):
     function(3)

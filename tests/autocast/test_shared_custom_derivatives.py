@@ -86,9 +86,7 @@ SHARED_BY = {
 
 # From the shared function to a loss of two arguments.
 LOSSES = {
-  "swapped": lambda f: (
-    lambda w, x: jnp.sum(f(x, w) ** 2) + jnp.sum(f(w, x) ** 3)
-  ),
+  "swapped": lambda f: lambda w, x: jnp.sum(f(x, w) ** 2 + f(w, x) ** 3),
   "in a row": lambda f: lambda w, x: jnp.sum(f(jnp.tanh(f(x, w)), w) ** 2),
   "partly frozen": lambda f: (
     lambda w, x: (

@@ -79,9 +79,8 @@ def test_scanned_layers_have_the_name_of_their_stack():
 
   found = list_matmul_names(net, shared, X)
   assert found == ["first", "layers/up", "layers/down", "", "first"]
-  carried = lambda params, x: lax.scan(
-    lambda w, _: (w @ w, None), params["first"], length=3
-  )[0]
+  step = lambda w, _: (w @ w, None)
+  carried = lambda params, x: lax.scan(step, params["first"], length=3)[0]
   assert list_matmul_names(carried, shared, X) == [""]
 
 

@@ -149,9 +149,8 @@ def test_float16_moments_of_a_bare_state_are_widened_when_adopted():
   bare = optax.sgd(0.5, momentum=0.5)
   tx = ols.with_loss_scaling(bare)
   fresh = tx.init(params)
-  opt_state = fresh._replace(
-    inner_state=optax.tree.cast_like(bare.init(params), fresh.inner_state)
-  )
+  narrow = optax.tree.cast_like(bare.init(params), fresh.inner_state)
+  opt_state = fresh._replace(inner_state=narrow)
   assert jax.eval_shape(lambda: opt_state) == jax.eval_shape(lambda: fresh)
   # A trace of 2**-20 would be lost in float16, whose steps there are 2**-24
   # wide, except for its last bits.

@@ -126,9 +126,9 @@ def test_code_grows_linearly_with_the_leaves():
     (wrap_optimizer(), 10),
     (wrap_optimizer(), 20),
   ]
-  few, more, most, bare = (
-    compile_step(tx, n).count(" = ") for tx, n in [*cases, (ADAM, 20)]
-  )
+  cases.append((ADAM, 20))
+  texts = [compile_step(tx, n) for tx, n in cases]
+  few, more, most, bare = (text.count(" = ") for text in texts)
   assert most - more == pytest.approx(2 * (more - few), rel=0.05)
   assert most < 2 * bare
 

@@ -162,9 +162,8 @@ def test_optax_gets_and_sets_the_scale_and_the_learning_rate():
   assert optax.tree.get(opt_state, "loss_scale") == 2.0**15
   assert optax.tree.get(opt_state, "learning_rate") == np.float32(0.1)
 
-  opt_state = optax.tree.set(
-    opt_state, loss_scale=jnp.float32(8), learning_rate=jnp.float32(0.5)
-  )
+  new = {"loss_scale": jnp.float32(8), "learning_rate": jnp.float32(0.5)}
+  opt_state = optax.tree.set(opt_state, **new)
   assert ols.get_loss_scale_state(opt_state).loss_scale == 8
   updates, opt_state = jax.jit(tx.update)(params, opt_state, params)
   np.testing.assert_array_equal(updates["w"], [-1.0])

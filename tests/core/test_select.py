@@ -174,9 +174,9 @@ def test_functions_among_the_extra_arguments_are_closed_over():
 
   @jax.jit
   def run(finite, factor):
-    return _select.update_with_selects(
-      update, finite, GRADS, OLD, None, fun=lambda x: factor * x
-    )
+    args = finite, GRADS, OLD, None
+    fun = lambda x: factor * x
+    return _select.update_with_selects(update, *args, fun=fun)
 
   updates, new = run(True, 3.0)
   assert_same_bits(updates, 3 * OLD["a"])

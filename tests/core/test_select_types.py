@@ -48,9 +48,10 @@ def as_optimizer(update):
   )
 
 
-@pytest.mark.parametrize(
-  "jit", [jax.jit, pytest.param(lambda f: f, marks=pytest.mark.slow)]
-)
+JITS = [jax.jit, pytest.param(lambda f: f, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("jit", JITS)
 def test_each_device_may_train_separately_with_vma_types(jit):
   """There is no axis_name, so that the devices' flags differ."""
 
@@ -188,9 +189,8 @@ def test_without_jit_the_plain_and_the_nested_update_are_equal():
 
 @pytest.mark.parametrize("jit", PLAIN_AND_JIT)
 def test_no_device_select_is_placed_between_host_operations(jit):
-  jaxpr = make_select_jaxpr(
-    lambda g, s, params=None: on_host.run_on_host(jit(ordinary))(g, s)
-  )
+  on_device = on_host.run_on_host(jit(ordinary))
+  jaxpr = make_select_jaxpr(lambda g, s, params=None: on_device(g, s))
   if on_host.IS_CONTEXT:
     assert len(list_jit_eqns(jaxpr)) == (jit is jax.jit)
     is_on_host = [e.ctx.compute_type == "device_host" for e in jaxpr.eqns]

@@ -53,9 +53,8 @@ def test_init_works_on_placeholders_and_shapes():
   state = tx.init(params)
   assert jax.eval_shape(tx.init, shapes) == jax.eval_shape(lambda: state)
   assert tx.init(shapes).inner_state[0].mu["w"].dtype == jnp.float32
-  marked = optax.tree.map_params(
-    tx.init, lambda _: "param", tx.init(params), transform_non_params=str
-  )
+  to = {"transform_non_params": str}
+  marked = optax.tree.map_params(tx.init, lambda _: "param", state, **to)
   assert marked.inner_state[0].mu == {"w": "param", "b": "param"}
   assert marked.loss_scale_state.loss_scale == "32768.0"
 

@@ -86,9 +86,10 @@ def test_a_training_loop_does_the_same_in_every_mode(mode, options):
     np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-4)
 
 
-@parametrize_slow(
-  "mode", ["debug_nans"], ["debug_nans", "no_transfers", "leaks"]
-)
+STOPPING = "debug_nans", "no_transfers", "leaks"
+
+
+@parametrize_slow("mode", ["debug_nans"], STOPPING)
 def test_an_overflow_inside_a_jitted_step_raises_no_error(mode):
   policy = ols.DynamicLossScale(2.0**30)
   tx = ols.with_loss_scaling(optax.sgd(0.1), policy, max_norm=1.0)

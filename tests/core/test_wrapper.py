@@ -133,9 +133,8 @@ def test_update_unscales_float64_as_exactly_as_unscale_grads(case):
     scaled = np.linspace(1, 10, 101).astype(dtype)
     if max_norm is None:
       scaled[0] = 1e300
-    tx = ols.with_loss_scaling(
-      optax.sgd(-1.0), 1000.0, grads_are_scaled=True, max_norm=max_norm
-    )
+    options = {"grads_are_scaled": True, "max_norm": max_norm}
+    tx = ols.with_loss_scaling(optax.sgd(-1.0), 1000.0, **options)
     state = tx.init(scaled)  # Not a constant, whose reciprocal XLA would use.
     updates, _ = jit(tx.update)(scaled, state, scaled)
     expected = np.asarray(ols.unscale_grads(scaled, state))
@@ -148,25 +147,22 @@ def test_update_unscales_float64_as_exactly_as_unscale_grads(case):
 # Gradients that stay finite when they are unscaled, and ones that do not.
 UNSCALED_TO_INF = [
   (jnp.float32, 2.0**-80, 1e14, 1e15),
-  (jnp.bfloat16, 2.0**-80, 1e14, 1e15),
   # Finite in float32, and beyond bfloat16.
   (jnp.bfloat16, 4 / 3.4e38, 3.96875, 4.0),
+  (jnp.bfloat16, 2.0**-80, 1e14, 1e15),
   (jnp.complex64, 2.0**-80, 1e14j, 1e15j),
   (jnp.float16, 2.0**-120, 200.0, 300.0),
   (jnp.float8_e4m3fn, 2.0**-120, 192.0, 256.0),
 ]
 
 
-@parametrize_slow(
-  "case", [UNSCALED_TO_INF[0], UNSCALED_TO_INF[2]], UNSCALED_TO_INF, ids=str
-)
+@parametrize_slow("case", UNSCALED_TO_INF[:2], UNSCALED_TO_INF, ids=str)
 @parametrize_slow("max_norm", [None], [None, 2.0**120])
 def test_a_finite_gradient_that_unscales_to_inf_is_skipped(case, max_norm):
   """torch tests the scaled gradients, and applies the inf."""
   dtype, scale, large, largest = case
-  tx = ols.with_loss_scaling(
-    optax.sgd(2.0**-126), scale, grads_are_scaled=True, max_norm=max_norm
-  )
+  options = {"grads_are_scaled": True, "max_norm": max_norm}
+  tx = ols.with_loss_scaling(optax.sgd(2.0**-126), scale, **options)
   w = np.ones(2, np.complex64 if dtype == jnp.complex64 else np.float32)
   state = tx.init(w)
   for bad in ([largest, -largest], [0.0, largest]):
@@ -461,9 +457,8 @@ def test_a_scale_inside_multi_steps_warns():
 def test_max_norm_clips_by_the_global_norm(is_scaled):
   @jax.jit
   def clip(max_norm, grads):
-    tx = ols.with_loss_scaling(
-      optax.sgd(-1.0), 8.0, grads_are_scaled=is_scaled, max_norm=max_norm
-    )
+    options = {"grads_are_scaled": is_scaled, "max_norm": max_norm}
+    tx = ols.with_loss_scaling(optax.sgd(-1.0), 8.0, **options)
     updates, state = tx.update(grads, tx.init(grads))
     return updates, state.loss_scale_state.last_finite
 
@@ -536,9 +531,8 @@ def test_any_object_with_init_and_update_is_an_optimizer():
 
 
 def test_with_loss_scaling_itself_can_be_injected():
-  tx = optax.inject_hyperparams(ols.with_loss_scaling)(
-    inner=optax.sgd(1.0), loss_scale=4.0, max_norm=1.0
-  )
+  inject = optax.inject_hyperparams(ols.with_loss_scaling)
+  tx = inject(inner=optax.sgd(1.0), loss_scale=4.0, max_norm=1.0)
   w = np.float32([3.0, 4.0])
   updates, state = run_step(tx, w)
   np.testing.assert_allclose(updates, [-0.6, -0.8], rtol=1e-6)
@@ -559,9 +553,8 @@ def test_every_leaf_type_passes_through_a_step(options, jit):
   update = jit(tx.update)
   updates, state = update(LEAF_GROUPS, tx.init(LEAF_GROUPS), LEAF_GROUPS)
   assert state.loss_scale_state.last_finite
-  expected = jax.tree.map(
-    lambda x: jnp.asarray(x) if isinstance(x, (int, float)) else x, LEAF_GROUPS
-  )
+  as_array = lambda x: jnp.asarray(x) if isinstance(x, (int, float)) else x
+  expected = jax.tree.map(as_array, LEAF_GROUPS)
   assert has_same_bits(updates, expected)
 
   bad = LEAF_GROUPS | {"floats": FLOATS | {"f16": np.float16([INF, 1])}}

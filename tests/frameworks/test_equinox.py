@@ -167,7 +167,6 @@ def test_a_neural_ode_trains_as_in_float32_with_most_matmuls_in_float16():
   assert full[-1] < full[0]
   np.testing.assert_allclose(half, full, atol=5e-3 * np.max(np.abs(full)))
   assert ols.get_loss_scale_state(opt_state).total_notfinite == 0
-  report = ols.diagnostics.precision_report(
-    eqx.filter_grad(ols.autocast(neural_ode)), Field(), SERIES
-  )
+  grad_fn = eqx.filter_grad(ols.autocast(neural_ode))
+  report = ols.diagnostics.precision_report(grad_fn, Field(), SERIES)
   assert 0.5 < report.fraction < 1

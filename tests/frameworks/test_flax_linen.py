@@ -47,9 +47,8 @@ def loss_fn(params, state, batch):
 
 @jax.jit
 def step(state, batch):
-  (loss, batch_stats), grads = ols.value_and_grad(loss_fn, state, has_aux=True)(
-    state.params, state, batch
-  )
+  grad_fn = ols.value_and_grad(loss_fn, state, has_aux=True)
+  (loss, batch_stats), grads = grad_fn(state.params, state, batch)
   new = state.apply_gradients(grads=grads)
   batch_stats = ols.select_if_finite(new, batch_stats, state.batch_stats)
   return new.replace(batch_stats=batch_stats), loss

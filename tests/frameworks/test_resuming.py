@@ -143,17 +143,15 @@ def make_scaled_state():
 
 def test_a_run_with_dynamic_scale_keeps_its_scale(save_and_restore):
   saved = train(make_scaled_state())
-  target = make_state(
-    BARE, ScaledTrainState, dynamic_scale=DynamicScale(growth_interval=12)
-  )
+  dynamic_scale = DynamicScale(growth_interval=12)
+  target = make_state(BARE, ScaledTrainState, dynamic_scale=dynamic_scale)
   restored = save_and_restore(saved, target)
 
   policy, scale_state = interop.from_flax(restored.dynamic_scale)
   tx = ols.with_loss_scaling(BARE, policy)
   opt_state = ols.WithLossScalingState(scale_state, restored.opt_state)
-  state = make_state(tx).replace(
-    step=restored.step, params=restored.params, opt_state=opt_state
-  )
+  kept = {"step": restored.step, "params": restored.params}
+  state = make_state(tx).replace(opt_state=opt_state, **kept)
   assert policy.growth_interval == 13  # Flax grows a step later
   found = ols.get_loss_scale_state(state)
   assert (found.loss_scale, found.finite_count) == (2.0**17, 8)

@@ -264,16 +264,13 @@ def read_nemo(window, hysteresis, scale, growth, tracker):
   saved = {"scale": scale, "_growth_tracker": growth}
   tensor = np.array([tracker], np.int32)
   settings = {**samples.TORCH, "growth_interval": window}
-  return interop.from_torch(
-    {**settings, **saved, "_hysteresis_tracker": tensor}, hysteresis=hysteresis
-  )
+  settings |= {**saved, "_hysteresis_tracker": tensor}
+  return interop.from_torch(settings, hysteresis=hysteresis)
 
 
 @pytest.mark.parametrize("read", [read_kernel, read_nemo])
 @pytest.mark.parametrize("window, hysteresis", [(3, 1), (2, 2), (4, 3)])
-def test_a_scaler_with_a_hysteresis_tracker_continues_like_the_simulated_rule(
-  read, window, hysteresis
-):
+def test_a_hysteresis_tracker_continues_like_the_rule(read, window, hysteresis):
   for steps in draw_strings(window, hysteresis):
     start = {"scale": 2.0**16, "tracker": hysteresis}
     rule = {"window": window, "hysteresis": hysteresis}

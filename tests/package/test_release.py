@@ -127,9 +127,9 @@ def plan_install(folder, dist, jax, *others, extra=""):
 def test_nothing_is_upgraded_next_to_a_supported_jax(dist, tmp_path, jax):
   alone = plan_install(tmp_path / "alone", dist, jax)
   # The first cells of the notebooks on a T4 do the same.
-  quick_start = plan_install(
-    tmp_path / "notebook", dist, jax, "scikit-learn", extra="[plots]"
-  )
+  others = jax, "scikit-learn"
+  folder = tmp_path / "notebook"
+  quick_start = plan_install(folder, dist, *others, extra="[plots]")
   assert alone == quick_start == ["optax-lossscale"]
   # An older one would be upgraded, and there is no index.
   with pytest.raises(AssertionError, match=r"No matching distribution.* jax>="):

@@ -144,9 +144,8 @@ def test_the_policy_of_the_page_continues_a_hand_written_scale():
     states.append((np.clip(scale, 1e-4, 1e5), good))
   for first in 0, 700:
     scale, good = states[first]
-    state = policy.init()._replace(
-      loss_scale=np.float32(scale), finite_count=np.int32(good)
-    )
+    numbers = {"loss_scale": np.float32(scale), "finite_count": np.int32(good)}
+    state = policy.init()._replace(**numbers)
     found = run_scales(policy, steps[first:], state)
     expected = [scale for scale, _ in states[first + 1 :]]
     np.testing.assert_allclose(found, expected, rtol=1e-6)

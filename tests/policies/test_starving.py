@@ -317,9 +317,8 @@ def test_the_worst_results_of_a_search_cost_no_long_run_of_steps(category):
 @jax.jit
 def find_guesses(steps):
   """Whether each of these steps of a search is a guess, and at which scale."""
-  is_guess, exponents = _search.propose_log2_scale(
-    steps, jnp.int32(1), jnp.int32(999), (-24, 126)
-  )
+  args = steps, jnp.int32(1), jnp.int32(999), (-24, 126)
+  is_guess, exponents = _search.propose_log2_scale(*args)
   return is_guess & (exponents != 999), exponents
 
 
