@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import pickle
+import resource
 
 from helpers import mark_slow_params, parametrize_slow
 from helpers.bits import has_same_bits
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_lossscale as ols
@@ -291,3 +293,47 @@ def test_hyperparameters_traced_into_a_policy_do_not_share_state_buffers(kind):
   state = init(scale, hysteresis)
   jax.jit(lambda x: jax.tree.map(jnp.copy, x), donate_argnums=0)(state)
   assert scale == 8 and hysteresis == 2
+
+
+STEPS, CHUNKS = 1_000_000, 10
+TOP = 2**31 - 1
+LONG = "fixed", "dynamic", "dynamic, hysteresis", "headroom"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LONG)
+def test_a_long_run_keeps_bounds_counts_types_and_memory(name):
+  policy = ALL[name]
+  rng = np.random.default_rng(0)
+  tx = ols.with_loss_scaling(optax.sgd(0.0, momentum=0.5), policy)
+
+  @jax.jit
+  def run(state, grads):
+    def step(state, grad):
+      _, state = tx.update({"w": jnp.full(3, grad)}, state)
+      return state, state.loss_scale_state.loss_scale
+
+    return jax.lax.scan(step, state, grads)
+
+  state = tx.init({"w": jnp.zeros(3)})
+  # It will saturate, except for the fixed scale.
+  start = 0 if isinstance(policy, ols.FixedLossScale) else TOP - 10
+  state = optax.tree.set(state, total_notfinite=jnp.int32(start))
+  types = jax.tree.map(jax.typeof, state)
+  skips, resident = 0, []
+  for _ in range(CHUNKS):
+    overflow = rng.random(STEPS // CHUNKS) < 1 / 200
+    grads = np.exp2(rng.normal(-10, 2, STEPS // CHUNKS)).astype(np.float32)
+    state, scales = run(state, np.where(overflow, np.float32(np.inf), grads))
+    skips += overflow.sum()
+    assert scales.min() >= getattr(policy, "min_scale", 8)
+    assert scales.max() <= getattr(policy, "max_scale", 8)
+    assert jax.tree.map(jax.typeof, state) == types
+    resident.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+  assert abs(skips - STEPS / 200) < 500
+  scale_state = state.loss_scale_state
+  assert scale_state.total_notfinite == min(start + skips, TOP)
+  if start == 0:
+    assert scale_state.finite_count == np.argmax(overflow[::-1])
+  assert ols.all_finite(state)
+  assert resident[-1] - resident[1] < 32 * 1024  # KiB
