@@ -246,6 +246,5 @@ HOLDERS = [
 def test_no_tracer_outlives_its_trace(name):
   loss = ols.autocast(mean_square(PROGRAMS[name]))
   with jax.checking_leaks():
-    jax.make_jaxpr(lambda *args: (loss(*args), jax.grad(loss, (0, 1))(*args)))(
-      X, W
-    )
+    both = lambda *args: (loss(*args), jax.grad(loss, (0, 1))(*args))
+    jax.make_jaxpr(both)(X, W)

@@ -35,9 +35,7 @@ LOSSES = {
   "dynamic update": lambda w, i: lax.dynamic_update_slice(
     jnp.ones((4, 4)), (A @ w)[:1], (i, 0)
   ).sum(),
-  "concatenate": lambda w, i: jnp.concatenate(
-    [A @ w, (A @ w) * i.astype(jnp.float32)]
-  ).sum(),
+  "concatenate": lambda w, i: jnp.concatenate([A @ w, (A @ w) * i]).sum(),
   "stack": lambda w, i: jnp.stack([A @ w, A @ (w + i)]).sum(),
   "select": lambda w, i: lax.select(jnp.eye(4) > i, A @ w, A @ (w + i)).sum(),
   "split": lambda w, i: sum(

@@ -50,10 +50,8 @@ def test_gradients_of_a_half_precision_operand_equal_a_hand_cast_model(dtype):
     return jnp.sum(dot(jnp.tanh(dot(x, w)), v) + dot(v, dot(x, w)))
 
   args = A, B.astype(dtype), A.T.astype(dtype)
-  half, expected = (
-    jax.value_and_grad(f, (0, 1, 2))
-    for f in (ols.autocast(loss, dtype), by_hand)
-  )
+  functions = ols.autocast(loss, dtype), by_hand
+  half, expected = (jax.value_and_grad(f, (0, 1, 2)) for f in functions)
   assert set(jaxprs.count_matmuls_by_dtype(half, *args)) == {dtype}
   _, grads = jax.eval_shape(half, *args)
   assert [str(g.dtype) for g in grads] == ["float32", dtype, dtype]

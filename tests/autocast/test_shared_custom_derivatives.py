@@ -247,9 +247,7 @@ def make_constant_rule(wrap):
 
 WITHIN = {
   "cond": lambda f: lambda x: lax.cond(x[0, 0] > -99, f, lambda x: x, x),
-  "scan": lambda f: (
-    lambda x: lax.scan(lambda c, _: (f(c) / 9, None), x, length=2)[0]
-  ),
+  "scan": lambda f: lambda x: lax.fori_loop(0, 2, lambda _, c: f(c) / 9, x),
   "map": lambda f: lambda x: lax.map(f, x[None])[0],
 }
 

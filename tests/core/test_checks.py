@@ -51,10 +51,8 @@ def test_a_number_out_of_range_is_named_and_quoted(name):
   make_dynamic = lambda value: ols.DynamicLossScale(**{name: value})
   take = TAKES.get(name, make_dynamic)
   not_numbers = NOT_NUMBERS if name == "max_norm" else [None, *NOT_NUMBERS]
-  for error, wrong in {
-    ValueError: OUT_OF_RANGE[name],
-    TypeError: not_numbers,
-  }.items():
+  cases = (ValueError, OUT_OF_RANGE[name]), (TypeError, not_numbers)
+  for error, wrong in cases:
     for value in wrong:
       text = get_message(error, lambda v=value: take(v))
       assert f"{name} must be" in text

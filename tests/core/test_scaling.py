@@ -239,10 +239,8 @@ def test_value_and_grad_returns_what_jax_does(has_aux, argnums):
     return (loss, {"aux": a, "none": None}) if has_aux else loss
 
   args = {"w": np.float32([1.0, 2.0])}, np.float32(3.0)
-  for ours, jaxs in (
-    (ols.value_and_grad, jax.value_and_grad),
-    (ols.grad, jax.grad),
-  ):
+  for name in "value_and_grad", "grad":
+    ours, jaxs = getattr(ols, name), getattr(jax, name)
     expected = jaxs(fun, argnums, has_aux)(*args, c=2.0)
     got = ours(fun, make_state(2.0**15), argnums, has_aux)(*args, c=2.0)
     assert has_same_bits(got, expected)

@@ -97,10 +97,8 @@ def custom_derivatives(grads, state, params):
 
   g.defvjp(lambda x: (g(x), x), lambda x, cotangent: (x * cotangent,))
   slope = lambda h: jax.vmap(jax.grad(h))
-  new = {
-    "a": f(state["a"]) + slope(f)(grads),
-    "b": g(state["b"]) + slope(g)(grads),
-  }
+  a, b = (fun(state[x]) + slope(fun)(grads) for x, fun in (("a", f), ("b", g)))
+  new = {"a": a, "b": b}
   return of_state(new), {"a": f(new["a"]), "b": g(new["b"])}
 
 

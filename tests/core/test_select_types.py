@@ -23,10 +23,7 @@ from optax_lossscale import _select
 
 OLD = {"a": jnp.arange(8.0), "b": jnp.arange(8.0) + 10}
 GRADS = jnp.linspace(-1.0, 1.0, 8)
-PLAIN_AND_JIT = [
-  pytest.param(lambda f: f, id="plain"),
-  pytest.param(jax.jit, id="jit"),
-]
+PLAIN_AND_JIT = [pytest.param(lambda f: f, id="plain"), jax.jit]
 
 
 def ordinary(grads, state, params=None):

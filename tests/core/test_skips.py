@@ -90,10 +90,8 @@ def insert_bad(tree, bad, leaf, index):
 def test_a_skipped_step_changes_no_bit_and_no_type(skip):
   tx = ols.with_loss_scaling(OPTIMIZERS[skip.optimizer], **dict(skip.options))
   params = make_tree(skip.params, skip.size)
-  grads = jax.tree.map(
-    lambda x: (x * 0.25 + 0.5).astype(skip.grads),
-    make_tree(skip.grads, skip.size),
-  )
+  shift = lambda x: (x * 0.25 + 0.5).astype(skip.grads)
+  grads = jax.tree.map(shift, make_tree(skip.grads, skip.size))
   traces = []
 
   def step(grads, state, params):

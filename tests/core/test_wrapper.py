@@ -393,9 +393,10 @@ def test_each_member_of_a_population_clips_many_arrays_by_its_own_norm():
     np.testing.assert_array_equal(many[2], 0)
 
 
-@pytest.mark.parametrize(
-  "w, turn", [([1.0, 2.0], lambda g: g * 1j), ([1.0, 2j], jnp.real)]
-)
+TURNS = [([1.0, 2.0], lambda g: g * 1j), ([1.0, 2j], jnp.real)]
+
+
+@pytest.mark.parametrize("w, turn", TURNS)
 def test_an_update_is_never_made_complex_or_real_by_the_wrapper(w, turn):
   inner = optax.stateless(lambda updates, params: turn(updates))
   tx = ols.with_loss_scaling(inner)

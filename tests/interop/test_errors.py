@@ -228,14 +228,8 @@ TYPE_ERRORS = [
   (r"Pass optimizer\.get_config\(\)", from_keras, make_object("get_config")),
   (r"Pass scaler\.state_dict\(\)", from_torch, make_object("state_dict")),
   *(("fixed scale must be a dict", from_megatron, EIGHT, x) for x in NO_STATES),
-  *(
-    ("state of a fixed scale must be", from_deepspeed, EIGHT, state)
-    for state in (0, [8.0], "8")
-  ),
-  *(
-    ("version must", from_deepspeed, FP16, None, version)
-    for version in (0.17, None, (0, 17, 3))
-  ),
+  *(("state of a fixed", from_deepspeed, EIGHT, x) for x in (0, [8], "8")),
+  *(("version", from_deepspeed, FP16, None, x) for x in (0.17, None, (0, 1))),
   *(
     (f"{x} in fp16 must be resolved first", from_deepspeed, FP16 | {x: "auto"})
     for x in ("enabled", "loss_scale", "hysteresis")

@@ -197,10 +197,8 @@ def test_a_new_hyperparameter_is_not_dropped(write):
   """The refused fields are generated from the fields of the policy."""
   policy = OneMore(**dataclasses.asdict(TO[write]))
   assert write(policy, policy.init()) == write(TO[write], policy.init())
-  changed = [
-    dataclasses.replace(policy, warmup=1000),
-    dataclasses.replace(policy, kind="other"),
-  ]
+  changes = {"warmup": 1000}, {"kind": "other"}
+  changed = [dataclasses.replace(policy, **change) for change in changes]
   if write is not interop.to_flax:  # It has no fixed scale.
     changed.append(OneMoreFixed(warmup=1000))
   for new in changed:

@@ -131,9 +131,7 @@ def test_a_policy_of_the_page_on_migrating_follows_the_rule(scaler):
 
 def test_the_policy_of_the_page_continues_a_hand_written_scale():
   """That of DreamerV3, which the page shows how to replace."""
-  policy = read_policy(
-    r"^policy = (ols\.DynamicLossScale\([^)]*init_scale=1e4[^)]*\))$"
-  )
+  policy = read_policy(r"^policy = (ols\.Dynamic[^)]*init_scale=1e4[^)]*\))$")
   steps = 2100 * "F" + "TFTT" + 2005 * "F" + 40 * "T"
   states = [(1e4, 0)]
   for step in steps:
@@ -176,10 +174,8 @@ def test_a_traced_hysteresis_counts_only_if_the_state_does():
     ).adjust(state, False)
   )
   counting = ols.DynamicLossScale(hysteresis=2).init()
-  assert (adjust(2, counting).loss_scale, adjust(2, counting).policy_state) == (
-    2.0**15,
-    (1,),
-  )
+  after = adjust(2, counting)
+  assert (after.loss_scale, after.policy_state) == (2.0**15, (1,))
   plain = adjust(1, ols.DynamicLossScale().init())
   assert (plain.loss_scale, plain.policy_state) == (2.0**14, ())
   with pytest.raises(ValueError, match="of another policy"):

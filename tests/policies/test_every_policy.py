@@ -32,9 +32,7 @@ REMEMBERING = {
     dtype=jnp.float8_e5m2, margin=-2, amax_history_len=1
   ),
   "deepspeed": interop.DeepSpeedLossScale(2.0**10, 3, 4.0, 2),
-  "deepspeed, consecutive": interop.DeepSpeedLossScale(
-    2.0**10, 2, 4.0, 3, consecutive_hysteresis=True
-  ),
+  "deepspeed, consecutive": interop.DeepSpeedLossScale(1024, 2, 4, 3, True),
   "fairseq": interop.FairseqLossScale(3, 2.0**10, 0.3, None, 2.0),
   "fairseq, threshold": interop.FairseqLossScale(2, 2.0**6, 0.0, 16.0),
 }

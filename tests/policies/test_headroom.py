@@ -248,10 +248,8 @@ def test_a_proposal_without_gradients_costs_and_changes_nothing(outcome):
     before = jax.tree.map(lambda x: x[scales.index(guessed)], states)  # noqa: B023
     after = get_last(run(POLICY, [outcome], before))
     quiet = before.policy_state.steps_without_grads + 1
-    assert has_same_bits(
-      after.policy_state,
-      before.policy_state._replace(steps_without_grads=quiet),
-    )
+    expected = before.policy_state._replace(steps_without_grads=quiet)
+    assert has_same_bits(after.policy_state, expected)
 
 
 def test_gradients_seen_only_at_a_proposed_scale_are_the_only_evidence():
