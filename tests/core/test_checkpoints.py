@@ -24,14 +24,7 @@ STEPS = 6
 # Every hyperparameter away from its default: none may be lost on the way.
 POLICIES = {
   "dynamic": ols.DynamicLossScale(
-    init_scale=2.0**8,
-    growth_factor=4.0,
-    backoff_factor=0.25,
-    growth_interval=2,
-    min_scale=2.0**6,
-    max_scale=2.0**12,
-    hysteresis=2,
-    hysteresis_refill="finite",
+    2.0**8, 4.0, 0.25, 2, 2.0**6, 2.0**12, 2, "finite"
   ),
   "headroom": ols.HeadroomLossScale(init_scale=2.0**8, amax_history_len=3),
 }
@@ -55,13 +48,10 @@ class Run:
 
   def states(self, overflows, carry=None, first=0):
     """The state before each step from `first` on, and the last."""
-    carry = self.start if carry is None else carry
-    states = [carry]
+    states = [self.start if carry is None else carry]
     for i in range(first, STEPS):
       batch = (self.bad if overflows[i] else self.good)[i]
-      *carry, _ = self.step(*carry, batch)
-      carry = tuple(carry)
-      states.append(carry)
+      states.append(self.step(*states[-1], batch)[:2])
     return states
 
 

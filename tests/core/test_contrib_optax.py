@@ -33,18 +33,14 @@ def loss_fn(params, x):
 
 
 def train(tx, value_and_grad, params, batches):
-  def step(carry, x):
-    params, state = carry
+  state, losses = tx.init(params), []
+  # Outside of jit, since XLA may round fused operations otherwise.
+  for x in batches:
     loss, grads = value_and_grad(loss_fn, state)(params, x)
     updates, state = tx.update(grads, state, params)
-    return (optax.apply_updates(params, updates), state), loss
-
-  # Outside of jit, since XLA may round fused operations otherwise.
-  carry, losses = (params, tx.init(params)), []
-  for x in batches:
-    carry, loss = step(carry, x)
+    params = optax.apply_updates(params, updates)
     losses.append(loss)
-  return losses, *carry
+  return losses, params, state
 
 
 # Scales that are a power of two, and that bfloat16 would round.

@@ -37,7 +37,9 @@ def loss_fn(params, batch):
   return jnp.mean((hidden @ params["v"] - y) ** 2)
 
 
-def make_step(tx, loss_fn=loss_fn, *, extra=None):
+def make_step(
+  tx, loss_fn=loss_fn, *, extra=None, value_and_grad=ols.value_and_grad
+):
   """A jitted step with the two changed lines.
 
   ``extra`` makes the extra arguments of ``update``: from the value, the
@@ -47,7 +49,7 @@ def make_step(tx, loss_fn=loss_fn, *, extra=None):
   @jax.jit
   def step(params, opt_state, batch):
     fun = lambda params: loss_fn(params, batch)
-    value, grads = ols.value_and_grad(fun, opt_state)(params)
+    value, grads = value_and_grad(fun, opt_state)(params)
     extra_args = {} if extra is None else extra(value, grads, fun)
     updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
     return optax.apply_updates(params, updates), opt_state, value

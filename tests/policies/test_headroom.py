@@ -49,8 +49,12 @@ def log2_scales(policy, amaxes, state=None):
   return np.log2(run(policy, amaxes, state).loss_scale).tolist()
 
 
+def get_state(states, index):
+  return jax.tree.map(lambda x: x[index], states)
+
+
 def get_last(states):
-  return jax.tree.map(lambda x: x[-1], states)
+  return get_state(states, -1)
 
 
 def make_settled_state(policy=POLICY, log2_amax=-14):
@@ -178,7 +182,7 @@ def test_a_failed_increase_of_any_size_is_reverted():
   # Nothing overflows above 15 for a while, and then it does again.
   _, raised = overflows_above(100, get_last(states), 30_000)
   for rises, held in ((1, 15 + 1), (2, 15 + 3), (3, 15 + 7)):
-    state = jax.tree.map(lambda x: x[4096 * rises + 40 - 1], raised)  # noqa: B023
+    state = get_state(raised, 4096 * rises + 40 - 1)
     assert np.log2(state.loss_scale) == held
     scales, _ = overflows_above(held - 1, state)
     assert (scales > held - 1).sum() == 1
@@ -235,8 +239,7 @@ def test_shrinking_gradients_discard_their_limit():
 
 def run_search():
   _, states = overflows_above(10, make_settled_state())
-  start = jax.tree.map(lambda x: x[19], states)
-  start = get_last(run(POLICY, [0.0] * 7, start))
+  start = get_last(run(POLICY, [0.0] * 7, get_state(states, 19)))
   states = run(POLICY, [0.0] * 128, start)
   return np.log2(states.loss_scale).tolist(), states
 
@@ -245,7 +248,7 @@ def run_search():
 def test_a_proposal_without_gradients_costs_and_changes_nothing(outcome):
   scales, states = run_search()
   for guessed in (-24, 120):
-    before = jax.tree.map(lambda x: x[scales.index(guessed)], states)  # noqa: B023
+    before = get_state(states, scales.index(guessed))
     after = get_last(run(POLICY, [outcome], before))
     quiet = before.policy_state.steps_without_grads + 1
     expected = before.policy_state._replace(steps_without_grads=quiet)
@@ -254,12 +257,12 @@ def test_a_proposal_without_gradients_costs_and_changes_nothing(outcome):
 
 def test_gradients_seen_only_at_a_proposed_scale_are_the_only_evidence():
   scales, states = run_search()
-  before = jax.tree.map(lambda x: x[scales.index(72)], states)
+  before = get_state(states, scales.index(72))
   found = get_last(run(POLICY, [2.0**-60], before))
   assert found.policy_state.amax_history.tolist() == [2.0**-60] + [0.0] * 7
   assert found.loss_scale == make_settled_state(log2_amax=-60).loss_scale
   # The usual scale would have seen these.
-  before = jax.tree.map(lambda x: x[scales.index(8)], states)
+  before = get_state(states, scales.index(8))
   known = get_last(run(POLICY, [2.0**-14], before))
   assert known.policy_state.amax_history[1] == 2.0**-14
 
