@@ -3,7 +3,7 @@
 import contextlib
 import functools
 
-from helpers import custom_rules, hijax, jaxprs, parametrize_slow
+from helpers import autocast_ops, custom_rules, hijax, jaxprs, parametrize_slow
 from helpers.bits import assert_close, assert_functions_close
 from helpers.jax_limits import skip_if_jax_cannot
 from helpers.planted_layers import normal
@@ -20,15 +20,7 @@ A = normal(4, 4) / 2 + jnp.eye(4)
 B = jnp.ones((4, 4))
 
 
-def with_a_batching_rule(a, b):
-  fun = jax.custom_batching.custom_vmap(lambda a, b: a @ b)
-  fun.def_vmap(lambda size, batched, a, b: (jnp.matmul(a, b), True))
-  return fun(a, b)
-
-
-def linear(a, b):
-  call = jax.custom_derivatives.linear_call
-  return call(lambda a, b: a @ b, lambda a, g: a.T @ g, a, b)
+linear = autocast_ops.LEFT_UNCHANGED["linear_call"]
 
 
 def test_an_opaque_call_without_a_matmul_is_not_reported():
@@ -42,7 +34,8 @@ def test_an_opaque_call_without_a_matmul_is_not_reported():
 
 
 def test_an_opaque_matmul_with_an_operand_in_half_precision_is_reported():
-  half = ols.autocast(lambda a, b: with_a_batching_rule(a, b) + a @ b)
+  mapped = autocast_ops.LEFT_UNCHANGED["custom_vmap"]
+  half = ols.autocast(lambda a, b: mapped(a, b) + a @ b)
   with pytest.warns(UserWarning, match="left custom_vmap_call"):
     jax.jit(half)(A, B.astype("float16"))
 

@@ -83,8 +83,17 @@ def test_the_state_maps_over_params(name):
   assert_same_bits(optax.tree.map_params(tx, lambda x: x, state), state)
 
 
-def wrap_plainly(name):
-  return make_wrapped(name)
+def make(name):
+  factory, kwargs = FACTORIES[name]
+  return factory(**kwargs)
+
+
+def make_wrapped(name):
+  return ols.with_loss_scaling(make(name))
+
+
+def list_static_args(factory):
+  return STATIC & set(inspect.signature(factory).parameters)
 
 
 def inject_inside(name):
@@ -111,7 +120,7 @@ def accumulate_inside(name):
 
 # How an optimizer is wrapped, and the dtype of the params.
 WRAPPINGS = [
-  *((wrap_plainly, x) for x in ("float16", "bfloat16", "float64")),
+  *((make_wrapped, x) for x in ("float16", "bfloat16", "float64")),
   (inject_inside, "float32"),
   (inject_outside, "float32"),
   (accumulate_inside, "float32"),
@@ -135,28 +144,11 @@ def test_types_are_stable(case):
   if make_tx is accumulate_inside and name.endswith(".dpsgd"):
     return  # Gradients of each example cannot be accumulated, as Optax says.
   with jax.enable_x64(dtype == "float64"):
-    check_types(name, make_tx(name), jnp.dtype(dtype))
-
-
-def make(name):
-  factory, kwargs = FACTORIES[name]
-  return factory(**kwargs)
-
-
-def make_wrapped(name):
-  return ols.with_loss_scaling(make(name))
-
-
-def list_static_args(factory):
-  return STATIC & set(inspect.signature(factory).parameters)
-
-
-def check_types(name, tx, dtype=jnp.float32):
-  """Traces a step; a second one would find the same types."""
-  params = optax.tree.cast(init_params(), dtype)
-  # The loss of a model of any type is float32.
-  step = functools.partial(optimizers.update, name, tx, jnp.float32(1))
-  state = jax.eval_shape(tx.init, params)
-  updates, new_state = jax.eval_shape(step, params, state, params)
-  assert jax.eval_shape(lambda: params) == updates
+    tx, params = make_tx(name), optax.tree.cast(init_params(), jnp.dtype(dtype))
+    # The loss of a model of any type is float32.
+    step = functools.partial(optimizers.update, name, tx, jnp.float32(1))
+    state = jax.eval_shape(tx.init, params)
+    # A second step would find the same types.
+    updates, new_state = jax.eval_shape(step, params, state, params)
+    assert jax.eval_shape(lambda: params) == updates
   assert new_state == state

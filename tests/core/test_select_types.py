@@ -38,13 +38,6 @@ def make_select_jaxpr(update, grads=GRADS, state=OLD):
   return jax.make_jaxpr(run)(jnp.bool_(True), grads, state).jaxpr
 
 
-def as_optimizer(update):
-  return optax.GradientTransformation(
-    lambda params: jax.tree.map(jnp.zeros_like, {"a": params, "b": params}),
-    update,
-  )
-
-
 JITS = [jax.jit, pytest.param(lambda f: f, marks=pytest.mark.slow)]
 
 
@@ -128,7 +121,8 @@ def compare_update_shardings(update):
   """How a jitted step of wrapped and bare leave the updates on devices."""
   mesh = sharding.make_mesh((8,), ("x",))
   sharded = NamedSharding(mesh, P("x"))
-  inner = as_optimizer(update)
+  init = lambda params: {name: jnp.zeros_like(params) for name in "ab"}
+  inner = optax.GradientTransformation(init, update)
   found = []
   for tx in (ols.with_loss_scaling(inner), inner):
     params = jax.device_put(GRADS, sharded)

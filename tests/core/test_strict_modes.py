@@ -108,13 +108,6 @@ def test_an_overflow_inside_a_jitted_step_raises_no_error(mode):
   assert has_same_bits(new, params)
 
 
-def from_key(update):
-  return optax.GradientTransformation(
-    lambda params: None,  # The tests make the key.
-    lambda grads, key, params=None: update(grads, key),
-  )
-
-
 def add_noise(grads, key):
   """Add noise, and return the next key, as `optax.add_noise` does."""
   key, noise_key = jax.random.split(key)
@@ -131,7 +124,11 @@ def fold_in_key(grads, key):
 
 
 def take_steps(update, key, flags, jit=jax.jit, **options):
-  tx = ols.with_loss_scaling(from_key(update), **options)
+  inner = optax.GradientTransformation(
+    lambda params: None,  # The key is made below.
+    lambda grads, key, params=None: update(grads, key),
+  )
+  tx = ols.with_loss_scaling(inner, **options)
   grads = jnp.ones(2)
   step = jit(lambda state, finite: tx.update(grads, state, grads_finite=finite))
   state = tx.init(grads)._replace(inner_state=key)

@@ -42,10 +42,6 @@ class ScaledTrainState(TrainState):
   dynamic_scale: Any
 
 
-def init_params():
-  return {"w": np.linspace(0.5, 1, 4, dtype=np.float32)}
-
-
 @jax.jit
 def step(state):
   return state.apply_gradients(grads=jax.tree.map(jnp.sin, state.params))
@@ -58,7 +54,8 @@ def train(state, steps=STEPS):
 
 
 def make_state(tx, cls=TrainState, **fields):
-  return cls.create(apply_fn=None, params=init_params(), tx=tx, **fields)
+  params = {"w": np.linspace(0.5, 1, 4, dtype=np.float32)}
+  return cls.create(apply_fn=None, params=params, tx=tx, **fields)
 
 
 def get_momentum(state):
@@ -135,16 +132,12 @@ def test_without_flaxs_restore_a_wrapped_target_is_refused(tmp_path):
   assert_training_continues(adopt(restored), saved)
 
 
-def make_scaled_state():
-  scale = jnp.float32(2.0**17)
-  dynamic_scale = DynamicScale(growth_interval=12, fin_steps=8, scale=scale)
-  return make_state(BARE, ScaledTrainState, dynamic_scale=dynamic_scale)
-
-
 def test_a_run_with_dynamic_scale_keeps_its_scale(save_and_restore):
-  saved = train(make_scaled_state())
-  dynamic_scale = DynamicScale(growth_interval=12)
-  target = make_state(BARE, ScaledTrainState, dynamic_scale=dynamic_scale)
+  scale = DynamicScale(growth_interval=12)
+  target = make_state(BARE, ScaledTrainState, dynamic_scale=scale)
+  # A run that has grown once.
+  grown = scale.replace(fin_steps=8, scale=jnp.float32(2.0**17))
+  saved = train(target.replace(dynamic_scale=grown))
   restored = save_and_restore(saved, target)
 
   policy, scale_state = interop.from_flax(restored.dynamic_scale)
