@@ -36,7 +36,9 @@ OTHERS = st.one_of(
   st.sampled_from(["1024", "__import__('os').abort()", "inf", "True", "1_000"]),
   st.binary(max_size=20),
   # By name, since some of them cannot be printed.
-  st.sampled_from(sorted(samples.WRONG_TYPE)).map(samples.WRONG_TYPE.get),
+  st.sampled_from(sorted(samples.WRONG_TYPE)).map(
+    lambda name: samples.WRONG_TYPE[name]
+  ),
 )
 VALUES = st.recursive(
   NUMBERS | OTHERS,
