@@ -59,16 +59,8 @@ def test_wrapped_optimizers_equal_bare_ones_bit_for_bit(module):
     stdout=subprocess.PIPE,
     check=True,
   )
-  expected = optax_battery.make_expected_results()
   found = json.loads(process.stdout)
-  assert list(found) == list(optimizers.get_factories(module))
-  wrong = {
-    f"{name}, {what}": found[name][what]
-    for name in found
-    for what in expected
-    if found[name][what] != expected[what]
-  }
-  assert not wrong
+  assert found == {name: [] for name in optimizers.get_factories(module)}
 
 
 @pytest.mark.slow
