@@ -113,7 +113,7 @@ test-jax-flags: $(VENV)/installed-test ## Run the tests of what reads jaxprs wit
 	  tests/autocast tests/diagnostics tests/core
 
 nightly: $(VENV)/installed-test ## Run what takes two hours more: 10,000 random programs
-	$(BIN)/python -m pytest -m nightly tests $(BENCHMARK_TESTS)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m nightly tests $(BENCHMARK_TESTS)
 	$(BIN)/python -m pytest -m 'not nightly' --hypothesis-profile=nightly \
 	  tests/policies/test_random_programs.py tests/interop/test_fuzz.py
 
