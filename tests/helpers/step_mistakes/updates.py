@@ -197,7 +197,7 @@ LOOKALIKES = {
   ),
   "stacked updates of a loop": _prepare_half(
     inner=optax.sgd(1e-3),
-    params={"w": np.array([[0.0]] + [[0.75]] * 3, np.float16) * np.ones(4)},
+    params={"w": np.array([[0.0] * 4] + [[0.75] * 4] * 3, np.float16)},
     wrap=scan_steps,
   ),
 }
