@@ -86,7 +86,7 @@ test-slow: $(VENV)/installed-test $(VENV)/installed-tpu ## Run the other tests: 
 
 coverage: $(VENV)/installed-test ## Run both; fail unless they take every branch and the quick tests are quick
 	COVERAGE_CORE=sysmon $(BIN)/python -m pytest -n $(PYTEST_WORKERS) $(ALL) \
-	  --quick-budget --cov --cov-config=pyproject.toml --cov-report=term-missing
+	  --quick-budget --cov --cov-report=term-missing
 
 test-3.11: ## Run the quick tests on Python 3.11, with the last JAX for it
 	$(IN_3_11) VENV=.venv-3.11 .venv-3.11/installed-test

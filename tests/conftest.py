@@ -55,6 +55,13 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("quick")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def measure_only_this_process():
+  """Don't let pytest-cov before 7 measure the processes that tests start."""
+  for name in [name for name in os.environ if name.startswith("COV_CORE_")]:
+    del os.environ[name]
+
+
 @pytest.fixture(autouse=True)
 def use_accelerator(request):
   """Run a test with the marker `accelerator` on the first one, if any."""
