@@ -58,6 +58,14 @@ def test_the_defaults_match_the_documentation():
   assert dataclasses.astuple(ols.HeadroomLossScale()) == headroom
 
 
+@pytest.mark.parametrize("policy", ALL.values(), ids=ALL)
+def test_a_policy_is_hashable_and_its_settings_cannot_be_changed(policy):
+  assert hash(policy) == hash(dataclasses.replace(policy))
+  setting = dataclasses.fields(policy)[0].name
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    setattr(policy, setting, getattr(policy, setting))
+
+
 def adjust(policy, state, finite, amax=2.0**-10):
   return policy.adjust(state, finite, grads_amax=amax)
 
