@@ -101,6 +101,25 @@ def test_names_printed_before_and_their_parts_are_accepted():
     assert kept == expect_both_passes(*paths)
 
 
+@pytest.mark.parametrize(
+  "scopes, names",
+  [
+    (["net", "net", "net"], ["0", "1", "2"]),
+    (["a", "b", "c"], ["a", "b", "c"]),
+  ],
+)
+def test_weights_of_a_plain_list_have_the_names_of_scopes_of_their_own(
+  scopes, names
+):
+  def net(weights, x):
+    for scope, weight in zip(scopes, weights, strict=True):
+      with jax.named_scope(scope):
+        x = jnp.tanh(multiply(x, weight))
+    return x
+
+  assert_names(net, [layer["q"] for layer in layers("q")], names)
+
+
 KEYS = (
   "a(b", "layers[0]", "vmap(a)", "jvp()", "transpose(jvp(x))", "checkpoint",
   "rematted_computation", "autocast-float16", "keep_float32", "w*", "w?",
