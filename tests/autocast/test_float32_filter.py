@@ -209,7 +209,7 @@ def test_a_name_may_select_matmuls_of_a_nondifferentiable_rule():
 def test_a_name_that_selects_nothing_is_an_error_that_names_the_nearest():
   message = "'net/c' selects no matmul .* The nearest names are .*'net/a'"
   with pytest.raises(ValueError, match=message):
-    ols.autocast(loss(plain), keep_float32=("net/a", "net/c"))(W, X)
+    ols.autocast(loss(plain), keep_float32=("net/a", "net/c", "z"))(W, X)
   with pytest.raises(ValueError) as caught:
     ols.autocast(loss(plain), keep_float32="net/c")(W, X)
   assert str(caught.value).partition("names are")[2].count(", ") == 4
