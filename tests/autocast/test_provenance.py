@@ -80,7 +80,7 @@ def test_a_path_alone_is_a_name_within_any_scope(net):
   assert_names(net, params, Q)
   for name, paths in ("blocks/1", Q[1:2]), ("blocks", Q), ("*/1/*", Q[1:2]):
     assert list_kept(name, net, params) == expect_both_passes(*paths)
-  # And of a plain list.
+  # A plain list of layers has indices as paths.
   net_of_list = lambda params, x: net({"blocks": params}, x)
   assert_names(net_of_list, layers("q"), ["0/q", "1/q", "2/q"])
 

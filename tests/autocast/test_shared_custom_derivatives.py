@@ -119,8 +119,8 @@ def test_a_function_with_a_rule_that_computes_is_not_a_guard():
 
 ARGNUMS = (0, 1), 0, 1
 CASES = list(itertools.product(RULES, SHARED_BY, LOSSES, ARGNUMS))
-# Of two parameters, each value meets each in one of these; the others are
-# nightly.
+# Each pair of values of two parameters is in one of these rows. The nightly
+# tests have all other combinations.
 PAIRS = [
   (rule, share, [*LOSSES][(i + j) % 3], ARGNUMS[(i + 2 * j) % 3])
   for i, rule in enumerate(RULES)

@@ -42,7 +42,7 @@ def make_distinct(a):
   return a + jnp.diag(1e-3 * jnp.arange(len(a)))
 
 
-def of_guarded(fun):
+def guard_arg(fun):
   """Return a function of a guard and the argument to which it is applied."""
   return lambda guard, w: fun(guard(w))
 
@@ -81,13 +81,13 @@ AT_UNIT = {
 # function of a guard and an argument, the argument, a part of the fix that is
 # printed, and the guard that applies it literally.
 EDGES = {
-  name: (of_guarded(fun), EDGE, UNIT, clip) for name, fun in AT_UNIT.items()
+  name: (guard_arg(fun), EDGE, UNIT, clip) for name, fun in AT_UNIT.items()
 } | {
   "norm": (
     lambda guard, w: jnp.sqrt(guard(jnp.sum(w**2))), ZEROS, ROOT, above(EPS)
   ),
-  "sqrt": (of_guarded(jnp.sqrt), POSITIVE, ROOT, above(EPS)),
-  "sqrt of negative": (of_guarded(jnp.sqrt), SOME_ZERO, ROOT, above(EPS)),
+  "sqrt": (guard_arg(jnp.sqrt), POSITIVE, ROOT, above(EPS)),
+  "sqrt of negative": (guard_arg(jnp.sqrt), SOME_ZERO, ROOT, above(EPS)),
   "where after sqrt": (
     lambda guard, w: jnp.where(w > 0, jnp.sqrt(guard(w)), 0), POSITIVE, ROOT,
     above(EPS),
@@ -97,15 +97,15 @@ EDGES = {
     above(EPS),
   ),
   "arccosh": (
-    of_guarded(jnp.arccosh), EDGE[::-1] ** 2 + 1,
+    guard_arg(jnp.arccosh), EDGE[::-1] ** 2 + 1,
     "jnp.arccosh(jnp.maximum(x, 1 + ", above(1 + EPS),
   ),
   "log1p": (
-    of_guarded(jnp.log1p), -EDGE, "jnp.log1p(jnp.maximum(x, -1 + ",
+    guard_arg(jnp.log1p), -EDGE, "jnp.log1p(jnp.maximum(x, -1 + ",
     above(-1 + EPS),
   ),
   "log": (
-    of_guarded(jnp.log), POSITIVE, "jnp.log(jnp.where(x > 0, x, 1))",
+    guard_arg(jnp.log), POSITIVE, "jnp.log(jnp.where(x > 0, x, 1))",
     lambda w: jnp.where(w > 0, w, 1),
   ),
   "arctan2": (
@@ -113,32 +113,32 @@ EDGES = {
     "(x == 0) & (y == 0), 1, x)", lambda w: jnp.where(w == 0, 1, w),
   ),
   "pow": (
-    of_guarded(lambda w: w**0.5001), SOME_ZERO,
+    guard_arg(lambda w: w**0.5001), SOME_ZERO,
     "jnp.where(x > 1e-6, x, 1) ** p",
     lambda w: jnp.where(w > 1e-6, w, 1),
   ),
-  "cbrt": (of_guarded(jnp.cbrt), SOME_ZERO, LARGE_BASE, keep_large),
+  "cbrt": (guard_arg(jnp.cbrt), SOME_ZERO, LARGE_BASE, keep_large),
   "tiny power": (
-    of_guarded(lambda w: w**-2), SOME_ZERO + 1e-20, LARGE_BASE, keep_large
+    guard_arg(lambda w: w**-2), SOME_ZERO + 1e-20, LARGE_BASE, keep_large
   ),
   "tiny divisor": (
-    of_guarded(lambda w: 1 / w), SOME_ZERO - 1e-25, LARGE_BASE, keep_large
+    guard_arg(lambda w: 1 / w), SOME_ZERO - 1e-25, LARGE_BASE, keep_large
   ),
   "temperature": (
     divide_in_half, SOME_ZERO + 1, "a divisor is 6.02e-06",
     lambda y: jnp.where(y > 1e-2, y, 1),
   ),
-  "solve": (of_guarded(solve), SINGULAR, IDENTITY, add_identity),
+  "solve": (guard_arg(solve), SINGULAR, IDENTITY, add_identity),
   "cholesky": (
-    of_guarded(jnp.linalg.cholesky), SINGULAR, IDENTITY, add_identity
+    guard_arg(jnp.linalg.cholesky), SINGULAR, IDENTITY, add_identity
   ),
   "log determinant": (
-    of_guarded(lambda a: jnp.linalg.slogdet(a)[1]), SINGULAR, IDENTITY,
+    guard_arg(lambda a: jnp.linalg.slogdet(a)[1]), SINGULAR, IDENTITY,
     add_identity,
   ),
-  "eigh": (of_guarded(first_eigenvector), jnp.eye(3), DISTINCT, make_distinct),
+  "eigh": (guard_arg(first_eigenvector), jnp.eye(3), DISTINCT, make_distinct),
   "svd": (
-    of_guarded(first_singular_vector), jnp.eye(3), DISTINCT, make_distinct
+    guard_arg(first_singular_vector), jnp.eye(3), DISTINCT, make_distinct
   ),
 }  # fmt: skip
 QUICK_EDGES = {"arccos"}

@@ -89,7 +89,8 @@ def test_the_gradients_of_a_step_of_any_shape_become_outputs(name):
   assert [x.name for x in traced.grad_outputs] == sorted(PARAMS)
 
 
-# Of those whose gradients become outputs in the same way, one runs by day.
+# The nightly tests have further shapes, whose gradients become outputs in the
+# same way as those of one of these.
 SLOW = {
   "plain", "with checkpoint", "in a scan of one", "accumulated", "an ensemble",
   "with an additional Optax optimizer", "with NNX in place", "with Equinox",

@@ -144,8 +144,8 @@ OPTIONAL = {
   "fairseq, scale": {"loss_scale"},
 }
 # Calls that are not given the dict itself.
-_OF_OBJECTS = "jmp", "MindSpore", "fairseq, scale", "NeMo, settings"
-OBJECTS = [CALLS[name][0] for name in _OF_OBJECTS]
+_OBJECT_CALLS = "jmp", "MindSpore", "fairseq, scale", "NeMo, settings"
+OBJECTS = [CALLS[name][0] for name in _OBJECT_CALLS]
 
 
 class Hostile:

@@ -175,7 +175,7 @@ OTHER_SETTINGS = {
   "scale_factor": 4.0,
 }
 NO_VERSIONS = "", "new", "17", "0.x", "0." + "9" * 10**6, "-1.0"
-# What the error says, the call, and its arguments.
+# A part of the error, the function, and its arguments.
 VALUE_ERRORS = [
   *(
     (message, from_megatron, settings, samples.MEGATRON_STATE)
