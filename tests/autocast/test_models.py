@@ -2,7 +2,7 @@
 
 import functools
 
-from helpers import float32_models, load_example, mark_slow_params, matmul_flops
+from helpers import float32_models, load_example, matmul_flops, parametrize_slow
 from helpers.bits import cosine
 import jax
 import jax.numpy as jnp
@@ -11,17 +11,13 @@ import pytest
 import optax_lossscale as ols
 
 # Importing a library and tracing its model is slow.
-all_models = pytest.mark.parametrize(
-  "name", mark_slow_params((), float32_models.NAMES)
-)
+all_models = parametrize_slow("name", (), float32_models.NAMES)
 # Where all gradients are computed in several dtypes; the others at night.
-few_models = pytest.mark.parametrize(
+few_models = parametrize_slow(
   "name",
-  mark_slow_params(
-    (),
-    float32_models.NAMES,
-    ["BatchNorm, Equinox", "GRU, Flax linen", "LSTM, Haiku"],
-  ),
+  (),
+  float32_models.NAMES,
+  ["BatchNorm, Equinox", "GRU, Flax linen", "LSTM, Haiku"],
 )
 make = functools.cache(float32_models.make_model)
 make_shapes = functools.cache(float32_models.make_model_shapes)
@@ -96,9 +92,8 @@ def test_gradients_and_loss_have_half_precision_accuracy(name, dtype, at_least):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "name",
-  mark_slow_params((), float32_models.MODELS_WITH_DTYPE, ["GRU, Flax linen"]),
+@parametrize_slow(
+  "name", (), float32_models.MODELS_WITH_DTYPE, ["GRU, Flax linen"]
 )
 def test_gradients_are_as_accurate_as_with_hand_written_casts(name):
   by_hand = float32_models.make_model(name, dtype=jnp.float16)
@@ -153,9 +148,7 @@ def _count_equations(layers):
   return len(list(matmul_flops.iter_eqns(jaxpr)))
 
 
-@pytest.mark.parametrize(
-  "dtype", mark_slow_params((), [jnp.float16, jnp.bfloat16], [jnp.float16])
-)
+@parametrize_slow("dtype", (), [jnp.float16, jnp.bfloat16], [jnp.float16])
 def test_the_transformer_ends_within_2_percent_of_float32(dtype):
   transformer = load_example("transformer")
   vars(transformer).update(LAYERS=2, WIDTH=32, CONTEXT=32, BATCH_SIZE=8)

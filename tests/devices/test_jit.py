@@ -5,7 +5,7 @@ test_shard_map.py compares whole runs with those of one device.
 
 import functools
 
-from helpers import exact_model, mark_slow_params, sharding
+from helpers import exact_model, mark_slow_params, parametrize_slow, sharding
 from helpers.bits import assert_same_bits
 from helpers.sharded_runs import JIT_LAYOUTS, ShardedRun
 import jax
@@ -28,7 +28,7 @@ SKIPS = [
 
 
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
-@pytest.mark.parametrize("case", mark_slow_params(SKIPS[:1], SKIPS), ids=str)
+@parametrize_slow("case", SKIPS[:1], SKIPS, ids=str)
 def test_an_overflow_in_one_shard_of_one_param_skips_the_step_everywhere(
   case, axis_type
 ):

@@ -3,7 +3,7 @@
 import functools
 import itertools
 
-from helpers import exact_model, mark_slow_params, sharding
+from helpers import exact_model, parametrize_slow, sharding
 from helpers.bits import assert_same_bits
 from helpers.devices import require_devices
 from helpers.policy_models import AmaxRecorder
@@ -26,12 +26,8 @@ import optax_lossscale as ols
 
 STEPS = 50
 SHARDED = P("data")
-without_check_vma = pytest.mark.parametrize(
-  "check_vma", mark_slow_params([False], [True, False])
-)
-mapped_axes = pytest.mark.parametrize(
-  "mapped", mark_slow_params(["vmap"], ["pmap", "vmap"])
-)
+without_check_vma = parametrize_slow("check_vma", [False], [True, False])
+mapped_axes = parametrize_slow("mapped", ["vmap"], ["pmap", "vmap"])
 
 
 RUNS = [
@@ -60,7 +56,7 @@ def test_fifty_steps_on_eight_devices_equal_those_on_one(
 
 
 @without_check_vma
-@pytest.mark.parametrize("jitted", mark_slow_params([True], [True, False]))
+@parametrize_slow("jitted", [True], [True, False])
 def test_one_bad_entry_of_one_shard_makes_every_device_skip(jitted, check_vma):
   run = ShardMapRun("two axes, sharded", check_vma)
   update = run.sharded_update()
@@ -75,7 +71,7 @@ def test_one_bad_entry_of_one_shard_makes_every_device_skip(jitted, check_vma):
   assert not new_state.loss_scale_state.last_finite
 
 
-@pytest.mark.parametrize("scaled", mark_slow_params([True], [False, True]))
+@parametrize_slow("scaled", [True], [False, True])
 def test_max_norm_under_shard_map_is_the_norm_of_all_shards(scaled):
   options = {"max_norm": 2.5, "grads_are_scaled": scaled}
   options["inner"] = optax.sgd(1.0)
@@ -253,14 +249,9 @@ def test_a_policy_receives_the_largest_gradient_of_all_devices(check_vma):
     assert state.policy_state == seen
 
 
-@pytest.mark.parametrize(
-  "policy", mark_slow_params(["dynamic"], ["dynamic", "headroom"])
-)
-@pytest.mark.parametrize(
-  "mapped",
-  mark_slow_params(
-    ["check_vma"], ["pmap", "vmap", "no check_vma", "check_vma"]
-  ),
+@parametrize_slow("policy", ["dynamic"], ["dynamic", "headroom"])
+@parametrize_slow(
+  "mapped", ["check_vma"], ["pmap", "vmap", "no check_vma", "check_vma"]
 )
 def test_a_step_with_a_shared_decision_can_be_differentiated_through(
   mapped, policy

@@ -5,7 +5,7 @@ import itertools
 import re
 
 from flax import linen as nn
-from helpers import find_line_number, mark_slow_params, sharding, train_steps
+from helpers import find_line_number, parametrize_slow, sharding, train_steps
 from helpers.jax_limits import skip_if_jax_cannot
 from helpers.planted_layers import normal
 import jax
@@ -116,9 +116,7 @@ PROGRAMS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-  "dtype", mark_slow_params((), DTYPES, slow=[jnp.float16])
-)
+@parametrize_slow("dtype", (), DTYPES, slow=[jnp.float16])
 @pytest.mark.parametrize("fun", PROGRAMS)
 def test_errors_are_those_against_an_independent_program_in_float32(fun, dtype):
   params = init_params("first", "middle", "last")
@@ -363,9 +361,7 @@ def with_half_params(dtype):
   return loss_fn, params
 
 
-@pytest.mark.parametrize(
-  "dtype", mark_slow_params((), DTYPES, slow=[jnp.float16])
-)
+@parametrize_slow("dtype", (), DTYPES, slow=[jnp.float16])
 @pytest.mark.parametrize("make", [with_linen, with_half_params])
 def test_models_that_compute_in_half_precision_are_compared(make, dtype):
   loss_fn, params = make(dtype)

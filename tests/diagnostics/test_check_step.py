@@ -3,7 +3,7 @@
 import functools
 import json
 
-from helpers import mark_slow_params, planted_layers, train_steps
+from helpers import parametrize_slow, planted_layers, train_steps
 from helpers.usual_losses import BATCH, PARAMS
 import jax
 import jax.numpy as jnp
@@ -167,7 +167,7 @@ PLANTED = [name for name in planted_layers.NAMES if name != "in_while"]
 SLOW = {"custom_vjp_backward", "in_shard_map", "layer_scale", "scores"}
 
 
-@pytest.mark.parametrize("name", mark_slow_params((), PLANTED, SLOW))
+@parametrize_slow("name", (), PLANTED, SLOW)
 def test_the_fixes_lead_to_a_step_without_problems(name):
   """Applied one after the other, to each model with one bad layer."""
   model = planted_layers.make_model(name)

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 
-from helpers import custom_rules, hijax, jaxprs, mark_slow_params, sharding
+from helpers import custom_rules, hijax, jaxprs, parametrize_slow, sharding
 from helpers.bits import assert_same_bits
 from helpers.jax_limits import skip_if_jax_cannot
 from helpers.planted_layers import normal
@@ -174,9 +174,11 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize(
+@parametrize_slow(
   "case",
-  mark_slow_params([(with_a_rule, "gradient")], CASES, SLOW),
+  [(with_a_rule, "gradient")],
+  CASES,
+  SLOW,
   ids=lambda x: f"{x[0].__name__} {x[1]}",
 )
 def test_the_error_equals_the_error_of_autocast(case):

@@ -2,7 +2,7 @@
 
 import functools
 
-from helpers import mark_slow_params
+from helpers import parametrize_slow
 from helpers.planted_layers import normal
 import jax
 from jax import lax
@@ -96,9 +96,7 @@ def in_a_branch(fun):
   return lambda x, w: lax.cond(x[0, 0] < 100, fun, zeros, x, w)
 
 
-@pytest.mark.parametrize(
-  "wrap", mark_slow_params([jax.jit], [jax.jit, in_a_branch])
-)
+@parametrize_slow("wrap", [jax.jit], [jax.jit, in_a_branch])
 def test_an_unused_matmul_has_no_row(wrap):
   @wrap
   def both(x, w):

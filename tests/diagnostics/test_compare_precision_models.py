@@ -1,6 +1,6 @@
 """``compare_precision`` on models: it finds the bad layers and no others."""
 
-from helpers import float32_models, mark_slow_params, planted_layers
+from helpers import float32_models, parametrize_slow, planted_layers
 from helpers.bits import cosine, relative_error
 import jax
 import jax.numpy as jnp
@@ -43,8 +43,8 @@ SLOW_PLANTED = {
   "pixels",
   "several_overflow",
 }
-planted_models = pytest.mark.parametrize(
-  "name", mark_slow_params((), planted_layers.NAMES, SLOW_PLANTED)
+planted_models = parametrize_slow(
+  "name", (), planted_layers.NAMES, SLOW_PLANTED
 )
 
 

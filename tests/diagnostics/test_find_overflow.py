@@ -12,7 +12,7 @@ import json
 import sys
 import time
 
-from helpers import faulty_models, find_line_number, hijax, mark_slow_params
+from helpers import faulty_models, find_line_number, hijax, parametrize_slow
 from helpers.effects import pass_through_host
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
@@ -36,7 +36,7 @@ FAULTS = faulty_models.FAULTS
 QUICK_FAULTS = "in_scan", "in_while", "in_cond", "custom_vjp_backward"
 
 
-@pytest.mark.parametrize("name", mark_slow_params(QUICK_FAULTS, FAULTS))
+@parametrize_slow("name", QUICK_FAULTS, FAULTS)
 def test_a_planted_fault_is_named_with_its_line_primitive_and_iteration(name):
   make, kind, path, backward, function = FAULTS[name]
   fun, *args = make()
@@ -234,9 +234,7 @@ def scan_that_overflows(x):
   return lax.scan(body, x, jnp.arange(6))[0]
 
 
-@pytest.mark.parametrize(
-  "wrap", mark_slow_params([jax.jit], [lambda fun: fun, jax.jit])
-)
+@parametrize_slow("wrap", [jax.jit], [lambda fun: fun, jax.jit])
 @pytest.mark.parametrize("report", [find_overflow, compare_precision])
 def test_a_flag_under_which_jax_drops_scans_is_refused(wrap, report):
   fun = wrap(scan_that_overflows)
@@ -268,7 +266,7 @@ def test_other_arguments_reach_the_function_unchanged():
   assert find_overflow(fun, X, 3, "no", scale=zeros, act=jnp.tanh) is None
 
 
-@pytest.mark.parametrize("loop", mark_slow_params([False], [False, True]))
+@parametrize_slow("loop", [False], [False, True])
 def test_an_inf_that_is_not_reproduced_is_reported_with_its_operands(loop):
   """A callback returns smaller numbers when it is called again."""
   numbers = itertools.chain([X * 20], itertools.repeat(X * 5))

@@ -8,7 +8,7 @@ import logging
 import re
 import time
 
-from helpers import mark_slow_params, overflowing_steps
+from helpers import overflowing_steps, parametrize_slow
 import jax
 from jax import lax
 from jax.experimental.compilation_cache import compilation_cache
@@ -72,9 +72,7 @@ def make_nested_loops(outer, inner):
   return jax.jit(jax.vmap(fun)), jnp.ones((3, 4), jnp.float16)
 
 
-@pytest.mark.parametrize(
-  "lengths", mark_slow_params({(8, 30)}, [(4, 3), (8, 30)])
-)
+@parametrize_slow("lengths", {(8, 30)}, [(4, 3), (8, 30)])
 def test_two_programs_are_compiled_however_long_the_loops_are(caplog, lengths):
   hit, count = count_compilations(caplog, *make_nested_loops(*lengths))
   assert hit.eqn_path == "jit(<lambda>)/scan[3]/scan[2]/mul"

@@ -5,7 +5,7 @@ here are made by hand, as another JAX might make them. One that is not
 understood has no part, and is taken as a whole, and reports say so.
 """
 
-from helpers import mark_slow_params
+from helpers import parametrize_slow
 import jax
 from jax import lax
 from jax.extend import core
@@ -190,9 +190,7 @@ def test_a_hijax_primitive_that_cannot_be_traced_is_not_parsed():
   assert _higher_order.parse_higher_order(odd) is None
 
 
-@pytest.mark.parametrize(
-  "fun", mark_slow_params([cond, call], [scan, while_loop, cond, call])
-)
+@parametrize_slow("fun", [cond, call], [scan, while_loop, cond, call])
 def test_an_unknown_equation_is_treated_as_a_whole(fun, monkeypatch):
   held = [e for e in jax.make_jaxpr(fun)(X).eqns if [*_eqns.subjaxprs(e)]]
   if not held:

@@ -1,6 +1,6 @@
 """Reports read only small arrays, even if processes share the large ones."""
 
-from helpers import mark_slow_params, sharded_reports
+from helpers import parametrize_slow, sharded_reports
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -49,9 +49,7 @@ def test_a_sharded_array_cannot_be_read_by_one_of_several_processes(read_sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "name", mark_slow_params({"sound", "overflow"}, sharded_reports.CASES, SLOW)
-)
+@parametrize_slow("name", {"sound", "overflow"}, sharded_reports.CASES, SLOW)
 def test_reports_read_only_small_arrays(name, read_sizes):
   run_report = sharded_reports.prepare_report(name)
   read_sizes.clear()

@@ -4,7 +4,7 @@ import dataclasses
 
 import equinox as eqx
 from flax import nnx
-from helpers import mark_slow_params
+from helpers import parametrize_slow
 from helpers.leaves import AS_ARRAYS, make_bad_weight, shard_array
 import jax
 import jax.numpy as jnp
@@ -26,11 +26,8 @@ NAN, INF = float("nan"), float("inf")
 BAD = make_bad_weight([(1, 5), (1, 2), (3, 0)], [INF, NAN, -INF])
 
 
-@pytest.mark.parametrize(
-  "kind",
-  mark_slow_params(
-    ["numpy", "jax", "sharded", "bfloat16 numpy"], list(AS_ARRAYS)
-  ),
+@parametrize_slow(
+  "kind", ["numpy", "jax", "sharded", "bfloat16 numpy"], list(AS_ARRAYS)
 )
 def test_the_counts_and_the_first_index_of_a_bad_leaf_are_reported(kind):
   tree = {"good": np.ones(3), "bad": AS_ARRAYS[kind](BAD)}
@@ -135,12 +132,10 @@ REDUCE = {
 }
 
 
-@pytest.mark.parametrize(
+@parametrize_slow(
   "case",
-  mark_slow_params(
-    [("measure", AxisType.Auto)],
-    [(x, y) for x in REDUCE for y in (AxisType.Auto, AxisType.Explicit)],
-  ),
+  [("measure", AxisType.Auto)],
+  [(x, y) for x in REDUCE for y in (AxisType.Auto, AxisType.Explicit)],
   ids=str,
 )
 def test_a_sharded_leaf_is_never_gathered(case):
@@ -277,12 +272,10 @@ def test_float64_gradients_are_compared_in_float64(dtype):
       assert fractions == pytest.approx((1 / 3, 1 / 3))
 
 
-@pytest.mark.parametrize(
+@parametrize_slow(
   "dtype",
-  mark_slow_params(
-    ["complex64"],
-    ["float8_e4m3fn", "float16", "bfloat16", "float32", "complex64"],
-  ),
+  ["complex64"],
+  ["float8_e4m3fn", "float16", "bfloat16", "float32", "complex64"],
 )
 def test_all_dtypes_are_read_under_strict_promotion(dtype):
   with jax.numpy_dtype_promotion("strict"):

@@ -3,7 +3,7 @@
 import functools
 import json
 
-from helpers import mark_slow_params, train_steps
+from helpers import parametrize_slow, train_steps
 from helpers.effects import pass_through_host
 import jax
 from jax import lax
@@ -69,9 +69,7 @@ def dead_layer(params, batch):
   return jnp.mean(jax.nn.relu(scores(params, batch) - 2))
 
 
-@pytest.mark.parametrize(
-  "cast", mark_slow_params([ols.autocast], [ols.autocast, in_half])
-)
+@parametrize_slow("cast", [ols.autocast], [ols.autocast, in_half])
 def test_gradients_that_are_zero_for_this_batch_are_a_problem(cast):
   problem = find_problem(cast(dead_layer))
   assert problem.cause == "All gradients are zero, in float32 too."
@@ -250,9 +248,7 @@ UNDEFINED = {
 }
 
 
-@pytest.mark.parametrize(
-  "scale", mark_slow_params((), [2.0**15, 2.0**-14], slow=[2.0**15])
-)
+@parametrize_slow("scale", (), [2.0**15, 2.0**-14], slow=[2.0**15])
 @pytest.mark.parametrize("name", UNDEFINED)
 def test_what_is_not_defined_at_any_scale_is_not_blamed_on_the_scale(
   name, scale

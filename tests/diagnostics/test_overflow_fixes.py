@@ -2,7 +2,7 @@
 
 import functools
 
-from helpers import mark_slow_params
+from helpers import parametrize_slow
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -163,7 +163,7 @@ def make_step(loss_fn, w, scale=2.0**10, inner=None, **kwargs):
   return step, w, tx.init(w)
 
 
-@pytest.mark.parametrize("name", mark_slow_params(QUICK_EDGES, EDGES))
+@parametrize_slow("name", QUICK_EDGES, EDGES)
 def test_the_fix_of_a_derivative_at_the_edge_of_a_domain_removes_it(name):
   loss_fn, fixed_loss_fn = make_losses(name)
   _, w, fix, _ = EDGES[name]
@@ -179,9 +179,7 @@ def test_the_fix_of_a_derivative_at_the_edge_of_a_domain_removes_it(name):
 IN_STEPS = "norm", "arctan2", "tiny divisor", "temperature", "solve", "svd"
 
 
-@pytest.mark.parametrize(
-  "name", mark_slow_params((), IN_STEPS, slow={"norm", "temperature", "solve"})
-)
+@parametrize_slow("name", (), IN_STEPS, slow={"norm", "temperature", "solve"})
 def test_the_fix_for_a_training_step_makes_its_gradients_finite(name):
   loss_fn, fixed_loss_fn = make_losses(name)
   _, w, fix, _ = EDGES[name]
@@ -194,9 +192,7 @@ def test_the_fix_for_a_training_step_makes_its_gradients_finite(name):
 ONES_AND_ZEROS = jnp.array([1.0, 0])
 
 
-@pytest.mark.parametrize(
-  "wrap", mark_slow_params((), [no_guard, jax.jit], slow=[jax.jit])
-)
+@parametrize_slow("wrap", (), [no_guard, jax.jit], slow=[jax.jit])
 @pytest.mark.parametrize(
   "fun, function",
   [
@@ -386,9 +382,7 @@ OF_PROGRAMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-  "name", mark_slow_params({"argument", "nan"}, OF_PROGRAMS)
-)
+@parametrize_slow("name", {"argument", "nan"}, OF_PROGRAMS)
 def test_the_fix_of_an_inf_of_the_program_or_its_arguments(name):
   fun, arg, path, fix = OF_PROGRAMS[name]
   hit = find_overflow(fun, arg)

@@ -1,6 +1,6 @@
 """``find_overflow`` names the origins whose inf or NaN reaches the result."""
 
-from helpers import mark_slow_params
+from helpers import parametrize_slow
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -235,7 +235,7 @@ QUICK_ORIGINS = (
 )
 
 
-@pytest.mark.parametrize("name", mark_slow_params(QUICK_ORIGINS, ORIGINS))
+@parametrize_slow("name", QUICK_ORIGINS, ORIGINS)
 def test_the_origins_that_matter_are_named(name):
   fun, arg, paths = ORIGINS[name]
   hit = find_overflow(fun, arg)

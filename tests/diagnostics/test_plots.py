@@ -3,7 +3,7 @@
 import builtins
 import sys
 
-from helpers import mark_slow_params
+from helpers import parametrize_slow
 from helpers.comparisons import make_comparison, make_layer
 from helpers.leaves import AS_ARRAYS, make_bad_weight
 import jax
@@ -25,9 +25,7 @@ INF = float("inf")
 matplotlib.use("agg")
 
 
-@pytest.mark.parametrize(
-  "kind", mark_slow_params(["numpy", "jax", "sharded"], list(AS_ARRAYS))
-)
+@parametrize_slow("kind", ["numpy", "jax", "sharded"], list(AS_ARRAYS))
 def test_the_histogram_counts_entries_by_their_power_of_two(kind):
   x = make_bad_weight(
     [(0, 0), (0, 1), (0, 2), (3, 7), (2, 2)], [0.0, 0.25, -0.4, INF, 2.0]

@@ -4,7 +4,7 @@ import functools
 import json
 
 from flax import linen as nn
-from helpers import find_line_number, hijax, mark_slow_params, sharding
+from helpers import find_line_number, hijax, parametrize_slow, sharding
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
 from jax import lax
@@ -80,9 +80,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(
-  "name", mark_slow_params(["convolutions", "recurrent"], list(MODELS))
-)
+@parametrize_slow("name", ["convolutions", "recurrent"], list(MODELS))
 def test_the_flops_equal_those_of_xla(name):
   fun, *args = MODELS[name]()
   if name == "recurrent":

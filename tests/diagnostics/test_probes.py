@@ -3,7 +3,7 @@
 import itertools
 import math
 
-from helpers import load_example, mark_slow_params, sharding
+from helpers import load_example, parametrize_slow, sharding
 from helpers.devices import require_devices
 from helpers.jax_limits import skip_if_jax_cannot
 import jax
@@ -154,9 +154,7 @@ def test_counts_add_up_to_the_same(way):
   np.testing.assert_array_equal(counts, EXPECTED)
 
 
-@pytest.mark.parametrize(
-  "kind", mark_slow_params([AxisType.Auto], [AxisType.Auto, AxisType.Explicit])
-)
+@parametrize_slow("kind", [AxisType.Auto], [AxisType.Auto, AxisType.Explicit])
 def test_counts_add_up_under_sharded_jit_by_one_small_all_reduce(kind):
   mesh = sharding.make_mesh((4, 2), ("data", "model"), kind)
   with jax.set_mesh(mesh):
@@ -170,10 +168,8 @@ def test_counts_add_up_under_sharded_jit_by_one_small_all_reduce(kind):
 WAYS_IN_SHARD_MAP = [*itertools.product((True, False), repeat=2)]
 
 
-@pytest.mark.parametrize(
-  "way",
-  mark_slow_params([(True, True), (False, False)], WAYS_IN_SHARD_MAP),
-  ids=str,
+@parametrize_slow(
+  "way", [(True, True), (False, False)], WAYS_IN_SHARD_MAP, ids=str
 )
 def test_counts_add_up_under_shard_map(way):
   inside, check_vma = way
@@ -355,7 +351,7 @@ def test_a_nonfinite_cotangent_skips_the_step_though_no_gradient_shows_it():
     assert bool((updates != 0).all()) == applied
 
 
-@pytest.mark.parametrize("check_vma", mark_slow_params([True], [True, False]))
+@parametrize_slow("check_vma", [True], [True, False])
 def test_a_large_probe_value_on_one_device_lowers_the_scale_of_all(check_vma):
   mesh = sharding.make_mesh((8,), ("data",))
   tx = ols.with_loss_scaling(

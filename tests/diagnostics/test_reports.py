@@ -4,7 +4,7 @@ import functools
 import warnings
 
 from flax import nnx
-from helpers import mark_slow_params, step_mistakes, train_steps, whole_steps
+from helpers import parametrize_slow, step_mistakes, train_steps, whole_steps
 from helpers.train_steps import BATCH, make_step, PARAMS
 import jax
 import jax.numpy as jnp
@@ -83,20 +83,18 @@ SILENT = {
 }
 
 
-@pytest.mark.parametrize(
+@parametrize_slow(
   "name",
-  mark_slow_params(
-    (),
-    SILENT,
-    {
-      "scaled by hand",
-      "one of three tasks",
-      "delayed actor",
-      "delayed update",
-      "update in every third iteration",
-      "scale without a name",
-    },
-  ),
+  (),
+  SILENT,
+  {
+    "scaled by hand",
+    "one of three tasks",
+    "delayed actor",
+    "delayed update",
+    "update in every third iteration",
+    "scale without a name",
+  },
 )
 def test_no_report_warns_of_a_sound_step(name):
   step, args = SILENT[name]()

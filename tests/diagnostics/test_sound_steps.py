@@ -3,9 +3,8 @@
 import contextlib
 import re
 
-from helpers import mark_slow_params, sound_steps
+from helpers import parametrize_slow, sound_steps
 import jax
-import pytest
 
 from optax_lossscale import diagnostics
 
@@ -82,7 +81,7 @@ def is_fact(name, sentence):
   return any(re.fullmatch(fact, sentence) for fact in facts)
 
 
-@pytest.mark.parametrize("name", mark_slow_params((), sound_steps.NAMES, SLOW))
+@parametrize_slow("name", (), sound_steps.NAMES, SLOW)
 def test_a_sound_step_has_no_problem_and_gets_no_advice(name):
   """Nor a warning, which would be an error of the test."""
   is_x64 = name == "dtypes.x64"

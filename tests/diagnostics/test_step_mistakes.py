@@ -2,7 +2,7 @@
 
 import functools
 
-from helpers import mark_slow_params, step_mistakes, train_steps, usual_losses
+from helpers import parametrize_slow, step_mistakes, train_steps, usual_losses
 from helpers.step_mistakes import (
   devices,
   gradients,
@@ -48,9 +48,7 @@ SLOW_LOSSES = (
 RETURNED = "the new parameters and the new loss-scale state are returned"
 
 
-@pytest.mark.parametrize(
-  "name", mark_slow_params(QUICK, step_mistakes.MISTAKES)
-)
+@parametrize_slow("name", QUICK, step_mistakes.MISTAKES)
 def test_a_mistake_is_the_only_problem_and_its_fix_says_what_to_write(name):
   row = step_mistakes.MISTAKES[name]
   step, args = row.make()
@@ -64,9 +62,7 @@ def test_a_mistake_is_the_only_problem_and_its_fix_says_what_to_write(name):
   assert not any("scaled once" in sentence for sentence in check.passed)
 
 
-@pytest.mark.parametrize(
-  "name", mark_slow_params(QUICK_LOOKALIKES, step_mistakes.LOOKALIKES)
-)
+@parametrize_slow("name", QUICK_LOOKALIKES, step_mistakes.LOOKALIKES)
 def test_a_sound_step_that_resembles_a_mistake_has_no_problem(name):
   step, args = step_mistakes.LOOKALIKES[name]()
   check = check_step(step, *args)
@@ -74,9 +70,7 @@ def test_a_sound_step_that_resembles_a_mistake_has_no_problem(name):
   assert RETURNED in check.passed
 
 
-@pytest.mark.parametrize(
-  "name", mark_slow_params(QUICK_UNCHECKED, step_mistakes.UNCHECKED)
-)
+@parametrize_slow("name", QUICK_UNCHECKED, step_mistakes.UNCHECKED)
 def test_what_cannot_be_checked_is_no_problem_but_is_listed(name):
   row = step_mistakes.UNCHECKED[name]
   step, args = row.make()
@@ -86,9 +80,7 @@ def test_what_cannot_be_checked_is_no_problem_but_is_listed(name):
   assert "zero" not in str(check) or "zero" in row.cause
 
 
-@pytest.mark.parametrize(
-  "name", mark_slow_params((), usual_losses.LOSSES, SLOW_LOSSES)
-)
+@parametrize_slow("name", (), usual_losses.LOSSES, SLOW_LOSSES)
 def test_each_mistake_in_the_scaling_of_a_usual_loss_is_found(name):
   loss = ols.autocast(functools.partial(usual_losses.loss_fn, name))
   for differentiate, expected in (
@@ -171,7 +163,7 @@ def test_shards_of_an_optimizer_need_one_loss_scale(axis_name):
     pytest.param({}, 0, marks=pytest.mark.slow),
   ],
 )
-@pytest.mark.parametrize("ordered", mark_slow_params([False], [False, True]))
+@parametrize_slow("ordered", [False], [False, True])
 def test_a_step_that_is_run_again_prints_once(kwargs, num_problems, ordered):
   seen = []
 

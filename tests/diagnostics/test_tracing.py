@@ -9,7 +9,7 @@ import re
 from unittest import mock
 
 from flax import nnx
-from helpers import hijax, mark_slow_params, on_host, train_steps, whole_steps
+from helpers import hijax, on_host, parametrize_slow, train_steps, whole_steps
 from helpers.effects import pass_through_host
 from helpers.train_steps import make_step
 from helpers.whole_steps import BATCH, CAST, LARGE, PARAMS, SMALL
@@ -98,7 +98,7 @@ SLOW = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", mark_slow_params((), CHECKED, SLOW))
+@parametrize_slow("name", (), CHECKED, SLOW)
 def test_a_step_of_any_shape_is_checked_like_its_gradient(name):
   """Its layer `centers` loses precision, and nothing else is wrong."""
   expected, gradient_report = compare_gradient()
@@ -119,9 +119,7 @@ def test_a_step_of_any_shape_is_checked_like_its_gradient(name):
   assert (check.precision.fraction == 1) != has_other_matmuls
 
 
-@pytest.mark.parametrize(
-  "name", mark_slow_params((), whole_steps.NAMES, SLOW - {"accumulated"})
-)
+@parametrize_slow("name", (), whole_steps.NAMES, SLOW - {"accumulated"})
 def test_an_overflow_in_a_step_of_any_shape_is_that_of_its_gradient(name):
   step, args = whole_steps.make_step(name, LARGE)
   hit, expected = find_overflow(step, *args), find_gradient_overflow()
@@ -203,7 +201,7 @@ def test_gradients_that_cannot_become_outputs_are_located(monkeypatch):
   assert location.startswith("scan at whole_st")
 
 
-@pytest.mark.parametrize("has_effect", mark_slow_params([False], [False, True]))
+@parametrize_slow("has_effect", [False], [False, True])
 def test_a_step_that_is_skipped_without_an_overflow_is_reported(has_effect):
   def make(finite):
     step, (params, state, batch) = make_linear_step(

@@ -3,7 +3,7 @@
 import importlib
 import re
 
-from helpers import mark_slow_params, ROOT
+from helpers import parametrize_slow, ROOT
 from IPython.core.interactiveshell import InteractiveShell
 import nbclient
 import nbformat
@@ -27,11 +27,11 @@ RUN_QUICKLY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@parametrize_slow(
   "path",
-  mark_slow_params(
-    (), NOTEBOOKS, [path for path in NOTEBOOKS if path.stem in RUN_QUICKLY]
-  ),
+  (),
+  NOTEBOOKS,
+  [path for path in NOTEBOOKS if path.stem in RUN_QUICKLY],
   ids=[path.stem for path in NOTEBOOKS],
 )
 def test_a_notebook_runs_without_an_error_or_a_warning(

@@ -5,7 +5,7 @@ import math
 import warnings
 
 from flax import nnx
-from helpers import mark_slow_params, markdown, pages_below, relative_name, ROOT
+from helpers import markdown, pages_below, parametrize_slow, relative_name, ROOT
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -29,9 +29,7 @@ PAGES = [
 
 
 # Each page takes seconds. The quick tests run what most people read.
-@pytest.mark.parametrize(
-  "path", mark_slow_params([ROOT / "README.md"], PAGES), ids=relative_name
-)
+@parametrize_slow("path", [ROOT / "README.md"], PAGES, ids=relative_name)
 def test_the_code_on_a_page_runs_from_top_to_bottom(
   path, tmp_path, monkeypatch, capsys
 ):
