@@ -6,6 +6,11 @@ from typing import TYPE_CHECKING
 
 from optax_lossscale._autocast import autocast, keep_float32
 from optax_lossscale._grads import all_finite
+from optax_lossscale._master_weights import (
+  get_master_weights,
+  MasterWeightsState,
+  with_master_weights,
+)
 from optax_lossscale._monitoring import (
   loss_scale_metrics,
   LossScaleError,
@@ -49,10 +54,12 @@ __all__ = [
   "LossScaleError",
   "LossScalePolicy",
   "LossScaleState",
+  "MasterWeightsState",
   "WithLossScalingState",
   "all_finite",
   "autocast",
   "get_loss_scale_state",
+  "get_master_weights",
   "grad",
   "keep_float32",
   "loss_scale_metrics",
@@ -63,6 +70,7 @@ __all__ = [
   "unscale_grads",
   "value_and_grad",
   "with_loss_scaling",
+  "with_master_weights",
 ]
 
 _SUBMODULES = ("diagnostics", "interop", "plots")

@@ -13,6 +13,7 @@ from optax_lossscale import (
   _checks,
   _grad_stats,
   _grads,
+  _master_weights,
   _policies,
   _select,
   _state,
@@ -110,8 +111,8 @@ def with_loss_scaling(
   Raises:
     TypeError: if an argument is of the wrong type.
     ValueError: if an argument is out of range; in ``init``, if ``inner``
-      scales losses already; in ``update``, if ``max_norm`` can't distinguish
-      sharded from replicated gradients.
+      scales losses already, or has master weights; in ``update``, if
+      ``max_norm`` can't distinguish sharded from replicated gradients.
 
   Examples:
     >>> import jax, optax
@@ -280,12 +281,19 @@ def _as_transformation(
 
 
 def _check_inner_state(inner_state: Any) -> None:
-  """Raise if the inner optimizer already scales losses."""
+  """Raise if the inner optimizer scales losses, or has master weights."""
   if _state.has_loss_scale(inner_state):
     raise ValueError(
       "inner must be an optimizer without loss scaling, got an optimizer whose"
       " state already holds a loss scale. Call with_loss_scaling only once, as"
       " the outermost wrapper."
+    )
+  if _master_weights.has_master_weights(inner_state):
+    # Its updates would be rounded to the dtypes of the parameters.
+    raise ValueError(
+      "inner must be an optimizer without master weights, got an optimizer"
+      " whose state holds a MasterWeightsState. Use"
+      " with_master_weights(with_loss_scaling(optimizer))."
     )
 
 
