@@ -25,8 +25,9 @@ NO_PARAMS = _reports.Problem(
 _LOST_UPDATES = _reports.Problem(
   "No parameter changes, although the updates are not zero: they are smaller"
   " than the distance to the next number of {dtype}.",
-  "Keep the parameters in float32, and cast them to half precision in the"
-  " model: ols.autocast(loss_fn), or params.astype(jnp.float16) in loss_fn.",
+  "Keep float32 master weights: tx = ols.with_master_weights(tx). Or keep the"
+  " parameters in float32, and cast them in the model to the dtype in which it"
+  " computes.",
 )
 _PARTLY_LOST_UPDATES = _LOST_UPDATES._replace(
   cause="{fraction:.0%} of the updates don't change their parameters: they are"

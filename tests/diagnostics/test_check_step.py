@@ -50,6 +50,35 @@ def test_a_sound_step_has_no_problems_and_says_what_was_checked():
   assert json.loads(json.dumps(check.as_dict()))["is_sound"] is True
 
 
+_make_half_step = functools.partial(
+  train_steps.make_step,
+  loss_fn=train_steps.half_loss_fn,
+  inner=optax.adam(1e-5),
+  wrap_tx=ols.with_master_weights,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_master_weights_are_the_fix_of_lost_updates(dtype):
+  params = optax.tree.cast(train_steps.PARAMS, dtype)
+  step, args = _make_half_step(params=params, wrap_tx=lambda tx: tx)
+  (problem,) = check_step(step, *args).problems
+  assert problem.fix.startswith("Keep float32 master weights: tx = ols.with_m")
+  step, args = _make_half_step(params=params)
+  assert check_step(step, *args).is_sound
+
+
+@pytest.mark.slow
+def test_an_old_state_of_master_weights_is_a_problem():
+  step, args = _make_half_step(
+    make_result=lambda old, new, finite: (new[0], old[1]),
+    params=optax.tree.cast(train_steps.PARAMS, jnp.bfloat16),
+  )
+  (problem,) = check_step(step, *args).problems
+  assert problem.fix.startswith("Return the opt_state that update returns")
+
+
 @pytest.mark.slow
 def test_a_layer_that_overflows_is_a_problem_with_its_name_and_its_magnitude():
   loss = functools.partial(loss_fn, factor=1e5)

@@ -133,7 +133,7 @@ MISTAKES = {
   },
   (
     "No parameter changes, although the updates are not zero",
-    "Keep the parameters in float32",
+    "tx = ols.with_master_weights(tx)",
   ): {
     "updates lost in float16": _prepare_half(inner=optax.sgd(1e-9)),
     "updates of Adam lost in float16": _prepare_half(inner=optax.adam(1e-7)),
@@ -146,7 +146,7 @@ MISTAKES = {
       inner=optax.sgd(1e-9),
     ),
   },
-  ("75% of the updates don't change", "Keep the parameters in float32"): {
+  ("75% of the updates don't change", "tx = ols.with_master_weights(tx)"): {
     "most updates lost": _prepare_half(
       inner=optax.adam(1e-4), params=_fill_params(12)
     )
