@@ -38,8 +38,9 @@ FOLDERS = r"(?:benchmarks|examples|tests|tools)/[\w/.-]+"
 def intersphinx_mapping(folder):
   """Where Sphinx finds the names of other projects, without a network.
 
-  It reads its own compressed format alone; what is stored is text, which
-  tools/inventories.py writes.
+  Sphinx reads only its compressed format. `docs/inventories` has text: the name
+  of a function or class, which of both it is, and its page. To link another
+  name, add a line.
 
   Args:
     folder: to write the compressed files to.
@@ -48,7 +49,7 @@ def intersphinx_mapping(folder):
   mapping = {}
   for project, site in SITES.items():
     text = (ROOT / "docs" / "inventories" / f"{project}.txt").read_text()
-    lines = [line.split() for line in text.splitlines()[1:]]
+    lines = [line.split() for line in text.splitlines()]
     body = "".join(f"{name} py:{kind} 1 {at} -\n" for name, kind, at in lines)
     head = [
       "# Sphinx inventory version 2",

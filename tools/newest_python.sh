@@ -14,7 +14,7 @@
 # versions in pyenv's own folder are tried after those on the PATH.
 set -eu
 
-VERSIONS="3.14 3.13 3.12 3.11" # newest first; a test compares pyproject.toml
+VERSIONS="3.14 3.13 3.12 3.11" # newest first; all that pyproject.toml lists
 LAST_JAX_FOR_3_11=0.10.2
 
 lowest=${1:-3.11}
