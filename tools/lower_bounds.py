@@ -2,9 +2,9 @@
 
     python tools/lower_bounds.py > constraints.txt
 
-The tests run on exactly these with `make test-oldest`, so that the bounds stay
-true. Only what the package's own promises depend on is held back; tools and
-plots may be as new as they like.
+The tests run on exactly these with `make test ON=oldest`, so that the bounds
+stay true. Only what the package's own promises depend on is held back; tools
+and plots may be as new as they like.
 """
 
 import pathlib

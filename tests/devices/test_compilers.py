@@ -41,7 +41,7 @@ def load_figures(device):
   if importlib.util.find_spec(COMPILERS[device]) is None:
     pytest.skip(
       f"needs {COMPILERS[device]}, which holds the compiler for {device}:"
-      " `make test-slow` installs libtpu, `make compile-costs` both"
+      " `make test-slow` installs libtpu, `make bench OF=compilers` both"
     )
   path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks" / "compilers")])
   out = subprocess.run(

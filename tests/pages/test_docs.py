@@ -201,31 +201,40 @@ def test_no_power_of_two_turns_prose_bold_and_no_formula_needs_a_script():
       assert not has_power or part.count("**") == 1, where
 
 
-def find_make_targets(path):
-  """The make targets that a script, a workflow or a page calls or names."""
-  calls = r"(?:^|run: |`)make (?:-j2 )?([a-z0-9.-]+)"
-  return set(re.findall(calls, path.read_text(), re.MULTILINE))
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = re.findall(r"^([a-z-]+):.*##", MAKEFILE, re.MULTILINE)
+ENVIRONMENTS = re.findall(r"^ON_(\S+) ", MAKEFILE, re.MULTILINE)
 
 
 def test_each_make_target_is_described_and_no_other_is_named():
-  makefile = (ROOT / "Makefile").read_text()
-  described = re.findall(r"^([a-z0-9.-]+):.*##", makefile, re.MULTILINE)
-  phony = makefile.split("\n.PHONY: ")[1].split("\n\n")[0]
-  assert sorted([*described, "FORCE"]) == sorted(
-    phony.replace("\\\n", "").split()
-  )
-  targets = set(re.findall(r"^([a-z0-9.-]+):", makefile, re.MULTILINE))
+  phony = MAKEFILE.split("\n.PHONY: ")[1].split("\n\n")[0]
+  assert [*TARGETS, "FORCE"] == phony.replace("\\\n", "").split()
+  assert len(TARGETS) <= 12
   # package/test_package.py checks those of the page on reliability.
-  pages = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
-  for path in [CI_RUN, *WORKFLOWS, *pages]:
-    assert find_make_targets(path), path.name
-    assert find_make_targets(path) <= targets, path.name
+  for page in ROOT / "README.md", ROOT / "CONTRIBUTING.md":
+    named = re.findall(r"`make ([a-z-]+)", page.read_text())
+    assert named and set(named) <= set(TARGETS), page.name
 
 
-def test_github_makes_all_that_ci_run_makes():
+def test_the_paths_that_the_makefile_names_exist():
+  """Pytest silently ignores an option whose path doesn't exist."""
+  paths = re.findall(r"\b(?:tests|benchmarks)/[\w/.]+", MAKEFILE)
+  assert len(paths) >= 12
+  assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def find_steps(workflow):
+  """The steps of .ci/run that a workflow runs."""
+  steps = r"(?:step: |run: \.ci/run )\"?([a-z0-9.-]+)"
+  return set(re.findall(steps, workflow.read_text()))
+
+
+def test_github_runs_the_steps_of_ci_run_which_make_has():
+  found = set().union(*map(find_steps, WORKFLOWS))
+  assert found <= {*TARGETS, *ENVIRONMENTS}
   on_a_push = [path for path in WORKFLOWS if "push:" in path.read_text()]
-  made = set().union(*map(find_make_targets, on_a_push))
-  assert find_make_targets(CI_RUN) <= made
+  (steps,) = re.findall(r"^ *set -- (.*)$", CI_RUN.read_text(), re.MULTILINE)
+  assert set().union(*map(find_steps, on_a_push)) == set(steps.split())
 
 
 def test_each_question_of_a_reader_is_answered_under_a_heading():
