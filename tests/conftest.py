@@ -62,6 +62,13 @@ def measure_only_this_process():
     del os.environ[name]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def trace_again_for_contexts(request):
+  """Let each file run what it traces, if tools/mutants.py measures this."""
+  if request.config.getoption("cov_context", None):
+    jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def use_accelerator(request):
   """Run a test with the marker `accelerator` on the first one, if any."""

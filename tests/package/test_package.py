@@ -252,24 +252,11 @@ def list_internals(path):
       yield node.lineno, repr(node.value)
 
 
-README = (TESTS / "README.md").read_text()
-
-
-def test_the_readme_names_the_tests_of_each_module():
-  rows = re.findall(r"^\| (.*?`.*?) \| (.*) \|$", README, re.MULTILINE)
-  assert all("`" in tests for names, tests in rows)
-  modules = re.findall(r"`(\w+)", " ".join(names for names, _ in rows))
-  assert not set(TOP_MODULES) - set(modules)
-
-
-def test_each_path_in_the_readme_of_the_tests_exists():
-  named = re.findall(r"`([\w/]+\.py)`", README)
-  assert len(named) > 30
-  for path in named:
-    assert list(TESTS.glob(path)) or list(TESTS.glob(f"*/{path}")), path
+def test_the_readme_of_the_tests_names_each_folder():
+  readme = (TESTS / "README.md").read_text()
   folders = {path.parent.name for path in TESTS.glob("*/test_*.py")}
   for folder in folders:
-    assert f"`{folder}" in README, folder
+    assert f"`{folder}" in readme, folder
 
 
 def test_each_path_and_target_in_the_page_on_reliability_exists():
