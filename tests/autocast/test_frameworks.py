@@ -17,11 +17,14 @@ X = normal(16, 8) * 4
 
 
 def assert_near(actual, expected):
-  """By one bound: a bias before a norm has no gradient except for rounding."""
+  """By the largest entry of each array.
+
+  A bias before a norm has no gradient except for rounding.
+  """
 
   def check(a, b):
     assert a.dtype == b.dtype
-    np.testing.assert_allclose(a, b, atol=2e-3)
+    np.testing.assert_allclose(a, b, atol=3e-3 * np.max(np.abs(b)) + 1e-6)
 
   jax.tree.map(check, actual, expected)
 
@@ -139,10 +142,7 @@ def test_variables_of_hijax_may_be_read():
   try:
     model = Counter()
     loss = lambda model, x: jnp.sum(model(x) ** 2)
-    try:
-      full, _ = nnx.value_and_grad(loss)(model, X)
-    except (AssertionError, NotImplementedError):
-      pytest.skip("This JAX does not differentiate them, without us.")
+    full, _ = nnx.value_and_grad(loss)(model, X)
     half, _ = nnx.value_and_grad(ols.autocast(loss))(model, X)
   finally:
     flax.config.update("flax_hijax_variable", before)
