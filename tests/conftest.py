@@ -25,6 +25,7 @@ os.environ.pop("JAX_DEFAULT_MATMUL_PRECISION", None)
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 # A pytest plugin may have imported JAX before.
@@ -53,6 +54,30 @@ hypothesis.settings.register_profile(
   "nightly", deadline=None, max_examples=10_000, print_blob=True
 )
 hypothesis.settings.load_profile("quick")
+
+
+def pytest_make_parametrize_id(val):
+  """Name a row by its values: `[1,2]-mode=eval` in place of `new0-options0`."""
+  if isinstance(val, (jax.Array, np.generic, np.ndarray)):
+    return f"{val.dtype}{list(val.shape)}".replace(" ", "")
+  if isinstance(val, range):
+    return f"{val.start}..{val.stop}"
+  if not isinstance(val, (dict, list, tuple)):
+    return None  # The default is readable.
+  name = describe(val)
+  return name if len(name) <= 60 and " " not in name else None
+
+
+def describe(val, depth=3):
+  """Return a text, which has a space if there is no short one."""
+  if isinstance(val, dict) and depth:
+    items = (f"{key}={describe(x, depth - 1)}" for key, x in val.items())
+    return ",".join(items) or "{}"
+  if isinstance(val, (list, tuple)) and depth:
+    return f"[{','.join(describe(x, depth - 1) for x in val)}]"
+  if isinstance(val, (bool, int, float, str, np.dtype, type(None))):
+    return str(val)
+  return getattr(val, "__name__", " ")
 
 
 @pytest.fixture(autouse=True, scope="session")

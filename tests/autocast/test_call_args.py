@@ -39,7 +39,11 @@ def test_arguments_and_results_may_be_any_objects():
   assert (half.__name__, half.__doc__) == ("fun", "A docstring.")
 
 
-@pytest.mark.parametrize("kind", [dict, functools.partial(defaultdict, None)])
+@pytest.mark.parametrize(
+  "kind",
+  [dict, functools.partial(defaultdict, None)],
+  ids=["dict", "defaultdict"],
+)
 def test_keys_of_an_argument_may_be_of_several_types(kind):
   # JAX cannot sort them. Nor need it, as long as they hold no NNX module.
   assert "flax.nnx" in sys.modules

@@ -259,7 +259,11 @@ def with_a_helper(wrap):
   return net
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize(
+  "wrap",
+  [lambda f: f, jax.jit, jax.checkpoint],
+  ids=["plain", "jit", "checkpoint"],
+)
 @pytest.mark.parametrize("name", ["{file} (mlp)", "{file}:{mlp}"])
 def test_any_line_of_the_call_stack_of_a_matmul_selects_it(name, wrap):
   name = name.format(file=HERE, mlp=find_line_number("mlp", __file__))

@@ -149,10 +149,14 @@ def test_another_dtype_is_an_error(dtype):
     ols.autocast(lambda: None, dtype)
 
 
-CALLS = ols.autocast, ols.autocast(), ols.keep_float32
+CALLS = {
+  "autocast": ols.autocast,
+  "autocast()": ols.autocast(),
+  "keep_float32": ols.keep_float32,
+}
 
 
-@pytest.mark.parametrize("function", CALLS)
+@pytest.mark.parametrize("function", CALLS.values(), ids=CALLS)
 def test_an_argument_other_than_a_function_raises_an_error(function):
   with pytest.raises(TypeError, match="fun must be a function, got fun = 3"):
     function(3)
@@ -190,38 +194,50 @@ def by_integers(x):
 
 
 # Functions without a matmul to cast, and the end of the warning.
-NO_EFFECT = [
-  (jnp.sin, "had no effect on sin: it contains no matmul or convolution of"),
-  (jax.jit(in_bfloat16), f"to float16, only some in bfloat16. {IN_HALF}"),
-  (
+NO_EFFECT = {
+  "no matmul": (
+    jnp.sin,
+    "had no effect on sin: it contains no matmul or convolution of",
+  ),
+  "bfloat16": (
+    jax.jit(in_bfloat16),
+    f"to float16, only some in bfloat16. {IN_HALF}",
+  ),
+  "highest precision": (
     jax.checkpoint(lambda x: jnp.matmul(x, x, precision="highest")),
     f"only some in float32. {HIGHEST}",
   ),
-  (
+  "bfloat16 and kept": (
     lambda x: in_bfloat16(x) + ols.keep_float32(jnp.matmul)(x, x),
     f"only some in bfloat16 and float32. {HIGHEST}",
   ),
-  (lambda x: x.astype(int) @ x.astype(int), "only some in int32."),
-  (lambda x: x @ bfloat16(x), f"only some in float32 @ bfloat16. {MIXED}"),
-  (lambda x: bfloat16(x) @ x, f"only some in bfloat16 @ float32. {MIXED}"),
-  (
+  "int32": (lambda x: x.astype(int) @ x.astype(int), "only some in int32."),
+  "float32 @ bfloat16": (
+    lambda x: x @ bfloat16(x),
+    f"only some in float32 @ bfloat16. {MIXED}",
+  ),
+  "bfloat16 @ float32": (
+    lambda x: bfloat16(x) @ x,
+    f"only some in bfloat16 @ float32. {MIXED}",
+  ),
+  "bfloat16 and int32 @ float32": (
     lambda x: by_integers(x) + in_bfloat16(x),
     f"only some in bfloat16 and int32 @ float32. {IN_HALF} {MIXED}",
   ),
-  (
+  "kept float32 @ float16": (
     ols.keep_float32(lambda x: x @ x.astype("float16")),
     f"only some in float32 @ float16. {HIGHEST} and matmuls marked with"
     " keep_float32 stay in float32.\n",
   ),
-  (
+  "float16 @ bfloat16": (
     lambda x: x.astype("float16") @ bfloat16(x),
     f"only some in float16 @ bfloat16. {IN_HALF}\n",
   ),
-  (lambda x: x @ (1j * x), "only some in float32 @ complex64.\n"),
-]
+  "complex": (lambda x: x @ (1j * x), "only some in float32 @ complex64.\n"),
+}
 
 
-@pytest.mark.parametrize("fun, text", NO_EFFECT)
+@pytest.mark.parametrize("fun, text", NO_EFFECT.values(), ids=NO_EFFECT)
 def test_the_warning_names_the_dtypes_of_unchanged_matmuls(fun, text):
   with pytest.warns(UserWarning, match="had no effect") as caught:
     jax.eval_shape(ols.autocast(fun), jnp.eye(3))

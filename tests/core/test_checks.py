@@ -95,47 +95,49 @@ def test_an_integer_hyperparameter_may_have_a_float_type():
 
 
 # A function, arguments that it refuses, the error, and parts of its message.
-REFUSED = [
-  (
+REFUSED = {
+  "bounds": (
     lambda bounds: ols.DynamicLossScale(init_scale=4.0, **bounds),
     [{"min_scale": 8.0}, {"max_scale": 2.0}],
     ValueError,
     ["min_scale <= init_scale <= max_scale"],
   ),
-  (
+  "hysteresis_refill": (
     lambda refill: ols.DynamicLossScale(hysteresis_refill=refill),
     ["never", None, 1, "GROWTH"],
     ValueError,
     ["'growth', 'finite', 'backoff'", "{value!r}"],
   ),
-  (
+  "loss_scale": (
     lambda loss_scale: ols.with_loss_scaling(TX, loss_scale),
     [ols.DynamicLossScale, "static", {}],
     TypeError,
     ["loss_scale must be a policy", "headroom' or a positive", "{value!r}"],
   ),
-  (
+  "no optimizer": (
     ols.with_loss_scaling,
     [True, None, ols.FixedLossScale(1.0), 1e-3],
     TypeError,
     ["must be an optimizer such as optax.adam", "got inner = {value!r}"],
   ),
-  (
+  "a factory": (
     ols.with_loss_scaling,
     [optax.adam, optax.GradientTransformation],
     TypeError,
     ["got inner = {value!r}", "Call it to create the optimizer."],
   ),
-  (
+  "scaled twice": (
     lambda inner: ols.with_loss_scaling(inner).init(np.ones(2)),
     [SCALED, optax.chain(optax.clip(1.0), SCALED)],
     ValueError,
     ["inner must be an optimizer without loss scaling", "only once, as the"],
   ),
-]
+}
 
 
-@pytest.mark.parametrize("call, values, error, parts", REFUSED)
+@pytest.mark.parametrize(
+  "call, values, error, parts", REFUSED.values(), ids=REFUSED
+)
 def test_an_argument_that_is_refused_is_explained(call, values, error, parts):
   for value in values:
     text = get_message(error, lambda v=value: call(v))
@@ -199,6 +201,7 @@ def loss_of(w):
     nnx.value_and_grad(loss_of),
     nnx.jit(nnx.value_and_grad(loss_of)),
   ],
+  ids=["grad", "jit", "argnums", "equinox", "nnx", "nnx.jit"],
 )
 @each_function
 def test_a_function_differentiated_already_is_refused(differentiate, fun):
@@ -276,7 +279,10 @@ def test_values_longer_than_a_line_are_shown_by_their_type():
     nnx.Linear(2, 2, rngs=nnx.Rngs(0)),
     eqx.nn.Linear(2, 2, key=jax.random.key(0)),
   ],
-  ids=lambda x: type(x).__name__,
+  ids=[
+    *("str", "bool", "float", "empty", "dict", "large", "array", "tuple"),
+    *("nnx", "equinox"),
+  ],
 )
 def test_loss_arguments_as_argnums_raise_an_error(differentiate, argnums):
   call = lambda: differentiate(loss_of, STATE, argnums, LARGE)

@@ -218,7 +218,9 @@ def test_argnums_is_passed_on_only_if_it_is_given():
 
 
 @pytest.mark.parametrize("differentiate", [ols.value_and_grad, ols.grad])
-@pytest.mark.parametrize("using", [jax.grad, nnx.grad, eqx.filter_grad])
+@pytest.mark.parametrize(
+  "using", [jax.grad, nnx.grad, eqx.filter_grad], ids=["jax", "nnx", "equinox"]
+)
 def test_a_using_function_without_a_value_is_detected(differentiate, using):
   total = lambda w: sum(map(jnp.sum, jax.tree.leaves(w)))
   fun = differentiate(total, ols.FixedLossScale(2.0).init(), using=using)
@@ -287,6 +289,7 @@ SCALED_TWICE = {
     ("jit", nnx.value_and_grad),
     ("jit", eqx.filter_value_and_grad),
   ],
+  ids=[*SCALED_TWICE, "nnx", "equinox"],
 )
 def test_a_loss_that_is_scaled_twice_says_which_scale_to_drop(name, using):
   differentiated = ols.grad(SCALED_TWICE[name], make_state(2.0), using=using)

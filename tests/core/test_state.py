@@ -166,6 +166,11 @@ def test_setting_the_scale_of_many_members_sets_each():
     lambda t: ols.value_and_grad(lambda x: x, t),
     lambda t: ols.grad(lambda x: x, t),
   ],
+  ids=[
+    *("get_loss_scale_state", "loss_scale_metrics", "set_loss_scale"),
+    *("scale_loss", "unscale_grads", "select_if_finite"),
+    *("value_and_grad", "grad"),
+  ],
 )
 def test_no_scale_or_two_is_an_error_that_says_what_to_do(get):
   two = {name: ols.FixedLossScale(1.0).init() for name in "gd"}

@@ -396,7 +396,7 @@ def test_each_member_of_a_population_clips_many_arrays_by_its_own_norm():
 TURNS = [([1.0, 2.0], lambda g: g * 1j), ([1.0, 2j], jnp.real)]
 
 
-@pytest.mark.parametrize("w, turn", TURNS)
+@pytest.mark.parametrize("w, turn", TURNS, ids=["complex", "real"])
 def test_an_update_is_never_made_complex_or_real_by_the_wrapper(w, turn):
   inner = optax.stateless(lambda updates, params: turn(updates))
   tx = ols.with_loss_scaling(inner)

@@ -273,7 +273,9 @@ ARRAYS = [
 
 
 @parametrize_slow("row", [0], range(len(ARRAYS)))
-@pytest.mark.parametrize("as_array", [jnp.asarray, np.asarray])
+@pytest.mark.parametrize(
+  "as_array", [jnp.asarray, np.asarray], ids=["jax", "numpy"]
+)
 def test_hyperparameters_may_be_arrays_and_no_step_deletes_them(row, as_array):
   kind, numbers = ARRAYS[row]
   policy = kind(**{name: as_array(x) for name, x in numbers.items()})

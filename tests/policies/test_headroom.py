@@ -365,7 +365,11 @@ def test_a_traced_history_length_is_refused_with_the_reason():
     jax.jit(lambda n: ols.HeadroomLossScale(amax_history_len=n).init())(8)
 
 
-@pytest.mark.parametrize("dtype", ["float16", np.float16, np.dtype("float16")])
+@pytest.mark.parametrize(
+  "dtype",
+  ["float16", np.float16, np.dtype("float16")],
+  ids=["name", "type", "dtype"],
+)
 def test_policies_are_equal_for_every_spelling_of_their_dtype(dtype):
   assert ols.HeadroomLossScale(dtype=dtype) == POLICY
 
