@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _state, _transfer_guard, diagnostics
+from optax_lossscale import _checks, _state, _transfer_guard, diagnostics
 from optax_lossscale.diagnostics import _dtype_limits, _leaves
 
 __all__ = [
@@ -72,18 +72,14 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
     >>> print(histogram.exponents, histogram.counts, histogram.zero_count)
     [-1  0  1] [2 0 1] 1
   """
-  leaf_counts = _leaves.measure_grads(
+  leaf_stats = _leaves.measure_grads(
     tree, "exponent_histogram", _leaves.count_exponents
   )
-  counts, zero_count, nonfinite_count = (
-    np.zeros(_leaves.NUM_BINADES, np.int64),
-    0,
-    0,
-  )
-  for _, _, leaf_count in leaf_counts:
-    counts += np.asarray(leaf_count[0], np.int64)
-    zero_count += int(leaf_count[1])
-    nonfinite_count += int(leaf_count[2])
+  counts, zero_count, nonfinite_count = np.zeros(_leaves.NUM_BINADES, int), 0, 0
+  for _, _, (leaf_counts, zeros, nonfinite) in leaf_stats:
+    counts += np.asarray(leaf_counts, int)
+    zero_count += int(zeros)
+    nonfinite_count += int(nonfinite)
   (nonempty,) = np.nonzero(counts)
   bin_range = (
     slice(nonempty[0], nonempty[-1] + 1) if nonempty.size else slice(0)
@@ -140,7 +136,9 @@ def plot_exponents(
     <https://arxiv.org/abs/1710.03740>`_, 2018
   """
   dtype = _dtype_limits.check_float_dtype(dtype)
-  scale = _leaves.to_float_scale(loss_scale)
+  if _state.has_loss_scale(loss_scale):
+    loss_scale = _state.get_loss_scale_state(loss_scale).loss_scale
+  _checks.check_scale("loss_scale", loss_scale)
   limits = _dtype_limits.get_cast_thresholds(dtype)
   histogram = exponent_histogram(grads)
   ax = _get_axes(ax, "plot_exponents")
@@ -149,13 +147,13 @@ def plot_exponents(
     histogram.counts.sum() + histogram.zero_count + histogram.nonfinite_count
   )
   percentages = 100 * histogram.counts / max(num_entries, 1)
-  shift = np.log2(scale)
+  shift = np.log2(float(loss_scale))
   _shade_dtype_ranges(ax, dtype, limits)
   style = {"width": 1.0, "align": "edge"}
   ax.bar(
     histogram.exponents, percentages, color="gray", label="unscaled", **style
   )
-  if scale != 1:
+  if shift:
     label = f"multiplied by the loss scale, $2^{{{shift:.4g}}}$"
     outline = {"fill": False, "edgecolor": "tab:blue", **style}
     ax.bar(histogram.exponents + shift, percentages, label=label, **outline)

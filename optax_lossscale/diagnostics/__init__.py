@@ -1,8 +1,8 @@
 """Find overflow, underflow and lost precision in a training step.
 
-Call ``check_step``, ``find_overflow``, ``compare_precision``,
-``gradient_report`` and ``nonfinite_leaves`` outside ``jit``, since they read
-values. ``precision_report`` reads only shapes. Use the probes inside ``jit``.
+Call ``check_step``, ``find_overflow``, ``compare_precision`` and
+``nonfinite_leaves`` outside ``jit``, since they read values.
+``precision_report`` reads only shapes. Use the probes inside ``jit``.
 """
 
 from optax_lossscale.diagnostics._check_step import check_step, StepCheck
@@ -11,11 +11,6 @@ from optax_lossscale.diagnostics._comparison._compare_precision import (
 )
 from optax_lossscale.diagnostics._comparison._report import PrecisionComparison
 from optax_lossscale.diagnostics._eqn_stats import Operand
-from optax_lossscale.diagnostics._gradient_report import (
-  gradient_report,
-  GradientReport,
-  GradientStats,
-)
 from optax_lossscale.diagnostics._leaves import (
   nonfinite_leaves,
   NonfiniteLeaf,
@@ -35,8 +30,6 @@ from optax_lossscale.diagnostics._probes import (
 from optax_lossscale.diagnostics._reports import LayerPrecision, Problem
 
 __all__ = [
-  "GradientReport",
-  "GradientStats",
   "LayerPrecision",
   "NonfiniteLeaf",
   "Operand",
@@ -48,7 +41,6 @@ __all__ = [
   "check_step",
   "compare_precision",
   "find_overflow",
-  "gradient_report",
   "nonfinite_leaves",
   "precision_report",
   "probe",

@@ -1,4 +1,4 @@
-"""``nonfinite_leaves``, and helpers of leaf reports."""
+"""``nonfinite_leaves``, and counts of the entries of leaves by exponent."""
 
 from collections.abc import Callable
 import functools
@@ -9,14 +9,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import (
-  _arrays,
-  _checks,
-  _grads,
-  _paths,
-  _state,
-  _transfer_guard,
-)
+from optax_lossscale import _arrays, _grads, _paths, _transfer_guard
 
 # The smallest and the largest floor(log2) of a float64, subnormals included.
 MIN_EXPONENT, MAX_EXPONENT = -1074, 1023
@@ -142,7 +135,9 @@ def _measure_nonfinite(xp: Any, leaf: Any) -> tuple[Any, Any, list[Any]]:
 @reduce_on_device
 def count_exponents(xp: Any, leaf: Any) -> tuple[Any, Any, Any]:
   """Return the counts from MIN_EXPONENT on, of zeros, and of infs and NaNs."""
-  magnitudes = magnitude(xp, leaf)
+  magnitudes = xp.abs(leaf)
+  if xp.iscomplexobj(leaf):
+    magnitudes = xp.maximum(xp.abs(leaf.real), xp.abs(leaf.imag))
   finite = xp.isfinite(leaf)
   finite_nonzero = finite & (magnitudes > 0)
   _, exponents = xp.frexp(xp.where(finite_nonzero, magnitudes, 1))
@@ -208,21 +203,6 @@ def measure_grads(
   return [(*leaf, x) for leaf, x in zip(leaves, stats, strict=True)]
 
 
-def magnitude(xp: Any, leaf: Any) -> Any:
-  """Return magnitudes; for complex numbers, of the larger component."""
-  if xp.iscomplexobj(leaf):
-    return xp.maximum(xp.abs(leaf.real), xp.abs(leaf.imag))
-  return xp.abs(leaf)
-
-
 def count_true(xp: Any, mask: Any) -> Any:
   """Count true entries, in unsigned integers: an int32 would end at 2**31."""
   return xp.sum(mask, dtype=xp.uint32 if xp is jnp else xp.uint64)
-
-
-def to_float_scale(loss_scale: Any) -> float:
-  """Return the loss scale of a number or a state, checked."""
-  if _state.has_loss_scale(loss_scale):
-    loss_scale = _state.get_loss_scale_state(loss_scale).loss_scale
-  _checks.check_scale("loss_scale", loss_scale)
-  return float(loss_scale)

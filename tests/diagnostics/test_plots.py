@@ -54,7 +54,8 @@ def test_the_histogram_of_nothing_is_empty():
 
 def test_the_plot_of_exponents_shows_the_gradients_and_the_scaled_ones():
   grads = {"w": np.float32([2.0**-30, 2.0**-28, 2.0**-28, 0])}
-  ax = plots.plot_exponents(grads, loss_scale=2.0**15)
+  state = ols.FixedLossScale(2.0**15).init()
+  ax = plots.plot_exponents(grads, loss_scale=state)
   bars, scaled = ax.containers
   heights = {bar.get_x(): bar.get_height() for bar in bars}
   assert heights == {-30: 25.0, -29: 0.0, -28: 50.0}
@@ -64,6 +65,20 @@ def test_the_plot_of_exponents_shows_the_gradients_and_the_scaled_ones():
   assert "multiplied by the loss scale, $2^{15}$" in labels
   assert ax.get_title() == "25.0% of the unscaled entries are zero"
   matplotlib.pyplot.close("all")
+
+
+@pytest.mark.parametrize(
+  "kwargs, error, message",
+  [
+    ({"dtype": jnp.int32}, TypeError, "dtype must be a float dtype"),
+    ({"dtype": np.float64}, TypeError, "at most 32 bits"),
+    ({"loss_scale": 0.0}, ValueError, "loss_scale must be"),
+    ({"loss_scale": "dynamic"}, TypeError, "loss_scale must be"),
+  ],
+)
+def test_a_plot_for_wrong_arguments_is_refused(kwargs, error, message):
+  with pytest.raises(error, match=message):
+    plots.plot_exponents([np.ones(2)], **kwargs)
 
 
 def test_the_plots_draw_on_the_axes_that_are_passed():

@@ -206,7 +206,7 @@ def test_private_submodules_are_imported_from_outside_in_three_cases_only():
   assert found == SEEN_INSIDE
 
 
-ENGINES = {"_comparison", "_gradient_report", "_overflow", "_precision_report"}
+ENGINES = {"_comparison", "_overflow", "_precision_report"}
 # `check_step` combines them.
 COMBINE_ENGINES = {
   "diagnostics.__init__",

@@ -76,9 +76,6 @@ ON_HOST = {
   diagnostics.find_overflow: lambda: diagnostics.find_overflow(
     GRAD_FN, PARAMS, 1e30 * X
   ),
-  diagnostics.gradient_report: lambda: diagnostics.gradient_report(
-    GRADS, loss_scale=STATE
-  ),
   diagnostics.nonfinite_leaves: lambda: diagnostics.nonfinite_leaves(GRADS),
   diagnostics.precision_report: lambda: diagnostics.precision_report(
     GRAD_FN, PARAMS, X

@@ -116,7 +116,6 @@ def test_each_report_prints_as_the_page_shows_it_with_columns_it_explains():
     "find_overflow": names["hit"],
     "compare_precision": names["comparison"],
     "precision_report": names["precision"],
-    "gradient_report": names["gradients"],
     "nonfinite_leaves": nonfinite,
   }
   for name, report in printed.items():
