@@ -30,7 +30,6 @@ from optax_lossscale.diagnostics import (
 from optax_lossscale.diagnostics._comparison import (
   _compare_precision,
   _float32_eqns,
-  _outliers,
   _program,
 )
 
@@ -336,34 +335,6 @@ def test_numbers_are_rounded_as_by_a_conversion(dtype):
   np.testing.assert_array_equal(found, expected)
 
 
-def measure_nothing(rows):
-  return np.zeros(1)
-
-
-def by_bisection(total, bad):
-  """Return the effects of many layers, maybe one bad, and the run count."""
-  calls = []
-
-  def measure(rows):
-    calls.append(rows)
-    effect = max(0.01 * math.sqrt(len(rows)), bad if 700 in rows else 0)
-    return np.array([effect, effect])
-
-  every = [[i] for i in range(1024)]
-  found = _outliers.bisect_effects(measure, every, np.full(2, total), 1e-3)
-  return {i: effects[1] for i, effects in found.items()}, len(calls)
-
-
-def test_the_worst_errors_of_many_are_found_by_bisection():
-  found, runs = by_bisection(total=0.32, bad=0.01)
-  assert list(found.values()) == pytest.approx([0.01] * 1024) and runs < 20
-  for bad in 1000.0, math.inf:
-    found, runs = by_bisection(total=bad, bad=bad)
-    assert [i for i, effect in found.items() if effect == bad] == [700]
-    assert runs < 30
-  assert _outliers.bisect_effects(measure_nothing, [], np.zeros(1), 1e-3) == {}
-
-
 def test_results_are_named():
   def fun(params, x):
     good, bad = params["w"], x @ params["w"]
@@ -608,22 +579,11 @@ def far(w, x):
   return (x + 1e4) @ w - 1e4 * jnp.sum(w, 0)
 
 
-@pytest.mark.slow
-def test_a_search_returns_the_outlier_of_a_comparison_of_all_layers():
-  fun = lambda w, x: layer("a", far(w, layer("b", x, w)), w)
-  report, found = compare(fun, W, X), search_worst(fun, W, X)
-  assert len(report.outliers) == 1
-  assert found.outliers == report.outliers
-  assert found.layers[0].isolated_error == pytest.approx(
-    report.layers[0].isolated_error, rel=0.01
-  )
-
-
-def test_a_search_compiles_flags_and_statistics_if_an_error_is_large(programs):
+def test_each_layer_is_measured_if_an_error_is_large(programs):
   fun = lambda w, x: {"exact": x @ w, "far": far(w, x)}
   report = search_worst(fun, W, X)
-  assert programs == [[], ["has_flags"], ["stats"]]
-  assert len(report.outliers) == len(report.layers) == 1
+  assert programs == [[], ["has_flags", "stats"]]
+  assert len(report.outliers) == 1 and len(report.layers) == 2
   assert report.inaccurate_arrays == ("far",)
 
 
@@ -634,7 +594,9 @@ def test_a_search_names_matmuls_that_overflow_by_their_magnitudes(programs):
   (row,) = report.layers
   assert report.overflowing == report.outliers == (row.name,)
   assert row.isolated_error == math.inf
-  assert row.amax == pytest.approx(jnp.max(jnp.abs(W @ (1e6 * W))), rel=1)
+  hidden = np.tanh(np.tanh(X @ W) @ W)
+  largest = max(np.max(np.abs(x)) for x in (1e6 * W, hidden @ (1e6 * W)))
+  assert row.amax == pytest.approx(largest, rel=1e-4)
 
 
 SETTINGS = {

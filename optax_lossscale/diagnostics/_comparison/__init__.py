@@ -5,7 +5,6 @@
   each layer. ``_float32_eqns`` evaluates an equation in float32, ``_layers``
   lists the layers, and ``_layers`` measures them.
 * ``_runs`` runs the programs, and ``_output_errors`` compares their outputs.
-* ``_measured_layers`` measures all layers, or searches for the worst ones with
-  ``_outliers``.
+* ``_measured_layers`` measures the layers, and ``_outliers`` judges them.
 * ``_report`` is the report.
 """

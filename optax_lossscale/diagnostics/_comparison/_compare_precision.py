@@ -6,9 +6,8 @@
    ``_program``).
 3. If an error is large, run the function as trained with other loss scales: an
    underflow ends with a higher one.
-4. Run it with one layer in half precision, for each layer; or, in
-   ``check_step``, with halves of the layers, to find the worst ones by
-   bisection (``_outliers``). One program serves all of these runs.
+4. Run it with one layer in half precision, for each layer. One program serves
+   all of these runs. ``check_step`` omits this if the error is small.
 5. Report the error that each layer causes alone, and the outliers among them.
 """
 
@@ -112,8 +111,7 @@ def compare_precision(
     >>> report.error, len(report.overflowing)
     (inf, 1)
 
-  .. seealso:: :func:`check_step` searches for the worst layers of a large model
-    in few runs.
+  .. seealso:: :func:`check_step` measures layers only if an error is large.
   """
   with _tracing.trace_on_host(
     "compare_precision",
@@ -169,8 +167,7 @@ def compare_runs(
   Args:
     step_runs: the runs of the function.
     progress: shows how far it is.
-    measures_all: whether to measure each layer; otherwise the worst ones are
-      searched for if an error is large.
+    measures_all: whether to measure the layers although all errors are small.
 
   Returns:
     A :class:`ComparisonResult`; None if nothing that leads to an output is
@@ -192,12 +189,12 @@ def compare_runs(
   if report.reference_is_finite and not report.reference_is_zero:
     report = _add_loss_scale(report, step_runs, runs, eps)
     layers = None
-    if measures_all:
-      layers = _measured_layers.measure_all_layers(traced, runs, progress)
-    elif runs.table:  # The outputs are not finite.
+    if runs.table and not measures_all:  # The outputs are not finite.
       layers = _measured_layers.explain_overflow(runs.table, runs)
-    elif not report.is_accurate and not report.suggested_log2_scale_change:
-      layers = _measured_layers.search_layers(traced, runs, progress, eps)
+    elif measures_all or not (
+      report.is_accurate or report.suggested_log2_scale_change
+    ):
+      layers = _measured_layers.measure_all_layers(traced, runs, progress)
     if layers:
       report = _report_layers(report, layers, eps)
     report = _excuse_amplified_errors(report, runs, layers, eps)

@@ -94,13 +94,6 @@ class LayerTable:
       for layer, pair in zip(layers, names_and_lines, strict=True):
         layer.name, layer.source_line = pair
 
-  def group_by_name(self) -> list[list[int]]:
-    """Return the indices of the layers that share a name: both passes."""
-    indices_by_name: dict[str, list[int]] = {}
-    for i, layer in enumerate(self.layers):
-      indices_by_name.setdefault(layer.name, []).append(i)
-    return list(indices_by_name.values())
-
 
 def _make_layer(visit: _walk.EqnVisit) -> Layer:
   """Return a layer with one equation, which isn't counted yet."""

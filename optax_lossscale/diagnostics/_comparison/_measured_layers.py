@@ -1,4 +1,4 @@
-"""Measure all layers of a program, or those that cause an error."""
+"""Measure all layers of a program, or those that overflow."""
 
 from collections.abc import Sequence
 import math
@@ -7,23 +7,12 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._jaxprs import _eqns
 from optax_lossscale.diagnostics import (
   _progress,
   _reports,
   _tracing,
 )
-from optax_lossscale.diagnostics._comparison import (
-  _layers,
-  _outliers,
-  _output_errors,
-  _runs,
-)
-
-# Of the arrays with at least this fraction of the largest error, one is
-# explained; and at most so many layers are described.
-_WORST_FRACTION = 0.5
-_MAX_EXPLAINED = 8
+from optax_lossscale.diagnostics._comparison import _layers, _runs
 
 
 class MeasuredLayers(NamedTuple):
@@ -34,7 +23,7 @@ class MeasuredLayers(NamedTuple):
     effect_by_layer: for each measured layer, by its index: the error of all
       arrays together, and then of each, if this layer alone runs in half
       precision; float64[1 + arrays].
-    stats: the statistics of some layers.
+    stats: the statistics of these layers.
     runs: the program that measured them; None if they were not measured.
   """
 
@@ -57,9 +46,7 @@ def measure_all_layers(
 ) -> MeasuredLayers:
   table = _layers.LayerTable(traced.closed_jaxpr)
   indices = range(len(table.layers))
-  layer_runs = _runs.LayerRuns(
-    traced, table, runs.noise_mask, progress, measured=indices
-  )
+  layer_runs = _runs.LayerRuns(traced, table, runs.noise_mask, progress)
   effects = {i: layer_runs.measure_effects([i]) for i in indices}
   return MeasuredLayers(table, effects, layer_runs.stats, layer_runs)
 
@@ -76,64 +63,8 @@ def explain_overflow(
   return MeasuredLayers(table, effects, runs.stats)
 
 
-def search_layers(
-  traced: _tracing.TracedFunction,
-  runs: _runs.ReferenceRuns,
-  progress: _progress.ProgressLine,
-  eps: float,
-) -> MeasuredLayers:
-  """Find the layers that cause a large error by bisection.
-
-  A single array is compared if the error of any is large: of the worst ones,
-  the one on which the fewest operations depend. So less is compiled.
-  """
-  effect, noise_mask = runs.half_effects, runs.noise_mask
-  worst_index = _select_array(traced, runs, eps)
-  if worst_index is not None:
-    output_index = _output_errors.list_compared_indices(traced.outputs)[
-      worst_index
-    ]
-    traced = traced.restrict_outputs(
-      [i == output_index for i in range(len(traced.outputs))]
-    )
-    effect, noise_mask = effect[[1 + worst_index] * 2], np.zeros(1, bool)
-  table = _layers.LayerTable(traced.closed_jaxpr)
-  layer_runs = _runs.LayerRuns(traced, table, noise_mask, progress)
-  effects = _outliers.bisect_effects(
-    layer_runs.measure_effects, table.group_by_name(), effect, eps
-  )
-  worst_layers = sorted(effects, key=lambda i: effects[i].max(), reverse=True)
-  stats = _runs.measure_stats(traced, table, worst_layers[:_MAX_EXPLAINED])
-  return MeasuredLayers(table, effects, stats, layer_runs)
-
-
-def _select_array(
-  traced: _tracing.TracedFunction, runs: _runs.ReferenceRuns, eps: float
-) -> int | None:
-  """Return the index of the array to explain; None if all of them are."""
-  errors = runs.half_effects[1:]
-  is_large = _outliers.find_large_errors(runs.half_effects, eps)[1:]
-  if not is_large.any():
-    return None
-  # An error that any rounding may cause says little about layers.
-  if (is_large & ~runs.amplified_mask).any():
-    is_large &= ~runs.amplified_mask
-  is_large &= errors >= _WORST_FRACTION * errors[is_large].max()
-  indices = _output_errors.list_compared_indices(traced.outputs)
-
-  def count_eqns(i: int) -> int:
-    mask = [j == indices[i] for j in range(len(traced.outputs))]
-    return len(_eqns.live_eqns(traced.closed_jaxpr.jaxpr, mask))
-
-  return min(np.flatnonzero(is_large).tolist(), key=count_eqns)
-
-
 def as_row(layers: MeasuredLayers, index: int) -> _reports.LayerPrecision:
-  layer, stats = layers.table.layers[index], layers.stats.get(index)
-  measurements: dict[str, float] = {}
-  if stats is not None:
-    measurements = {k: float(x) for k, x in stats._asdict().items()}
-    measurements["log2_headroom"] = _compute_log2_headroom(layer, stats)
+  layer, stats = layers.table.layers[index], layers.stats[index]
   names = layer.location.names
   return _reports.LayerPrecision(
     primitive=layer.primitive,
@@ -148,7 +79,8 @@ def as_row(layers: MeasuredLayers, index: int) -> _reports.LayerPrecision:
     flops=layer.flops,
     isolated_error=float(layers.effect_by_layer[index][0]),
     program_index=index,
-    **measurements,
+    log2_headroom=_compute_log2_headroom(layer, stats),
+    **{k: float(x) for k, x in stats._asdict().items()},
   )
 
 

@@ -1,25 +1,15 @@
-"""The search for the layers that cause an error.
+"""Which errors are large, and which layers stand out.
 
 The effect of a layer is the error of each array if this layer alone runs in
-half precision. ``bisect_effects`` measures the large effects without a run for
-each layer: independent errors add up in squares, so a half of the layers with a
-small part of the total squared error needs no further runs. ``find_outliers``
-compares the effect of each layer with all smaller ones together: a layer is an
-outlier if its effect is some times as large.
+half precision. A layer is an outlier if its effect is some times as large as
+all smaller ones together.
 """
 
-from collections.abc import Callable, Sequence
-import heapq
+from collections.abc import Sequence
 import math
 
 import numpy as np
 
-# Bisection skips a half whose share of the total squared error is below this.
-_MIN_ERROR_SHARE = 0.3
-# Larger errors do not add up in squares, so a larger total counts as this.
-_MAX_ADDITIVE_ERROR = 0.25
-# If so many layers have large errors, no few of them are to blame.
-_MAX_RUNS = 64
 # A layer is an outlier if its effect is above _OUTLIER_EPS times the spacing of
 # numbers at 1, and above _OUTLIER_RATIO times the effect of all lesser layers
 # together. In float16 the first is an error of 0.016.
@@ -36,59 +26,6 @@ _MAX_OUTLIER_FRACTION = 1 / 2
 # Above this limit, the error of all arrays together is large in any case. Sound
 # models are below 12 in float16 and in bfloat16.
 _LARGE_EPS = 32.0
-# Returns the errors if only these layers run in half precision: the error of
-# all arrays together, and then of each array.
-MeasureFn = Callable[[list[int]], np.ndarray]
-
-
-def bisect_effects(
-  measure: MeasureFn,
-  layer_groups: Sequence[list[int]],
-  total_effect: np.ndarray,
-  eps: float,
-) -> dict[int, np.ndarray]:
-  """Measure large effects by bisection, in few runs.
-
-  Independent errors add up in squares. So a half of the layers with less than
-  ``_MIN_ERROR_SHARE`` of the total squared error is not split further.
-
-  Args:
-    measure: returns the errors if only these layers run in half precision.
-    layer_groups: the two passes of each layer.
-    total_effect: the errors if all layers run in half precision.
-    eps: the spacing of numbers at 1 in half precision.
-
-  Returns:
-    The effects of each layer. Layers that were measured together have equal
-    parts of their squared error.
-  """
-  can_be_outlier = exceeds_limits(total_effect, eps)
-  min_effect = math.sqrt(_MIN_ERROR_SHARE) * np.minimum(
-    total_effect, _MAX_ADDITIVE_ERROR
-  )
-  effects: dict[int, np.ndarray] = {}
-  num_runs = 0
-  # The worst half is split first, and has the largest effect: a heap returns
-  # the smallest key. The counter orders equal ones.
-  heap = [(-math.inf, 0, layer_groups, total_effect)]
-  while heap:
-    _, _, groups, effect = heapq.heappop(heap)
-    layers = [layer for group in groups for layer in group]
-    is_large = (effect > min_effect) | ~np.isfinite(effect)
-    is_relevant = bool((is_large & can_be_outlier).any())
-    if len(layers) == 1 or not is_relevant or num_runs >= _MAX_RUNS:
-      share = effect / math.sqrt(max(len(layers), 1))
-      effects.update((layer, share) for layer in layers)
-      continue
-    # The two passes of a layer are measured separately.
-    groups = groups if len(groups) > 1 else [[layer] for layer in layers]
-    middle = len(groups) // 2
-    for half in groups[:middle], groups[middle:]:
-      half_effect = measure([layer for group in half for layer in group])
-      num_runs += 1
-      worst = float(np.max(np.nan_to_num(half_effect, nan=math.inf)))
-      heapq.heappush(heap, (-worst, num_runs, half, half_effect))
-  return effects
 
 
 def exceeds_limits(effects: np.ndarray, eps: float) -> np.ndarray:

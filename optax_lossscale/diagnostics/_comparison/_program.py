@@ -65,7 +65,6 @@ class ReferenceProgram:
     table: its layers; None if no layer is measured or rounds.
     measured: the indices of the layers that have statistics.
     has_flags: whether each layer can run in half precision.
-    has_outs: whether to return the outputs.
 
   Attributes:
     limitations: after the first run, what was not evaluated in float32, in
@@ -80,7 +79,6 @@ class ReferenceProgram:
     measured: Sequence[int] = (),
     *,
     has_flags: bool = False,
-    has_outs: bool = True,
   ) -> None:
     self._num_flags = len(table.layers) if table and has_flags else 0
     self.limitations: dict[str, None] = {}
@@ -92,7 +90,7 @@ class ReferenceProgram:
       inputs = list(map(_float32_eqns.upcast, inputs))
       outs = evaluator.eval_jaxpr(frame, inputs, stats)
       self.limitations |= evaluator.limitations
-      return RunResult(outs if has_outs else [], stats)
+      return RunResult(outs, stats)
 
     options = _report_program.make_compiler_options(example_inputs)
     self._run = jax.jit(run, compiler_options=options)

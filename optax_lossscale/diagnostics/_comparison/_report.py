@@ -36,8 +36,8 @@ class PrecisionComparison(_reports.PrintedReport):
       alike, each such key of this tree is quoted, as in ``'a/b'/w``.
     layers: a :class:`LayerPrecision` for each layer and pass that rounds to
       half precision, the one with the largest isolated error first.
-      :func:`check_step` measures layers only if an error is large, and only
-      those that may cause it.
+      :func:`check_step` measures layers only if an error is large, and after
+      an overflow only those that overflow.
     limitations: the parts of the program that were not analyzed, in sentences.
     warnings: mistakes in the training step as a whole, in sentences: ``update``
       did not run, does not see an overflow, or receives gradients that are not

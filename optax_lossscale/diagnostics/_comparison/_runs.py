@@ -202,10 +202,9 @@ class LayerRuns:
     table: its layers.
     noise_mask: the arrays that are only rounding noise; bool[arrays].
     progress: shows how far it is.
-    measured: the layers that have statistics.
 
   Attributes:
-    stats: the statistics of the measured layers in float32.
+    stats: the statistics of the layers in float32.
   """
 
   def __init__(
@@ -214,14 +213,17 @@ class LayerRuns:
     table: _layers.LayerTable,
     noise_mask: np.ndarray,
     progress: _progress.ProgressLine,
-    measured: Sequence[int] = (),
   ) -> None:
     self._inputs = traced.inputs
     self._noise_mask = noise_mask
     self._progress = progress
     self._num_runs = 0
     self._program = _program.ReferenceProgram(
-      traced.closed_jaxpr, traced.inputs, table, measured, has_flags=True
+      traced.closed_jaxpr,
+      traced.inputs,
+      table,
+      measured=range(len(table.layers)),
+      has_flags=True,
     )
     reference = self._run(())
     self.stats = _host_values.to_host(reference.stats)
@@ -243,21 +245,3 @@ class LayerRuns:
     self._num_runs += 1
     self._progress.set_description(f"measuring layers, run {self._num_runs}")
     return jax.block_until_ready(self._program.run(self._inputs, half_layers))
-
-
-def measure_stats(
-  traced: _tracing.TracedFunction,
-  table: _layers.LayerTable,
-  measured: Sequence[int],
-) -> dict[int, _layers.LayerStats]:
-  """Return the statistics of some layers of a function in float32.
-
-  XLA compiles only what these layers depend on.
-  """
-  program = _program.ReferenceProgram(
-    traced.closed_jaxpr, traced.inputs, table, measured, has_outs=False
-  )
-  stats: dict[int, _layers.LayerStats] = _host_values.to_host(
-    program.run(traced.inputs).stats
-  )
-  return stats
