@@ -291,13 +291,15 @@ def _describe_errors(
   comparison: _compare_precision.ComparisonResult,
 ) -> Iterator[str]:
   report = comparison.report
-  excused = {*report.noise_only_arrays, *report.amplified_arrays}
+  excused = report.ill_conditioned_arrays
   errors = {k: x for k, x in report.array_errors.items() if k not in excused}
   if errors:
     worst_name = max(errors, key=lambda name: errors[name])
     yield (
       f"relative error of the gradients in {report.dtype} {report.error:.2g};"
       f" largest in {worst_name or 'them'}, {errors[worst_name]:.2g}"
+      + f" (without {len(excused)} ill-conditioned ones)"
+      * bool(excused)
     )
   yield f"{report.underflow_fraction:.1%} of the gradient entries underflow"
 
@@ -330,11 +332,9 @@ def _describe_amplification(
   report: _comparison_report.PrecisionComparison,
 ) -> Iterator[str]:
   """Yield that errors are large because the step amplifies any rounding."""
-  names = list(report.amplified_arrays)
+  names = report.ill_conditioned_arrays
   # A few gradients are rounding noise in many sound steps.
-  if 2 * len(report.noise_only_arrays) > len(report.array_errors):
-    names += report.noise_only_arrays
-  if names:
+  if 2 * len(names) > len(report.array_errors):
     error = max(report.array_errors[name] for name in names)
     yield (
       f"the precision of {len(names)} gradients, such as {names[0]}: the step"

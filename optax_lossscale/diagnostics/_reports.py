@@ -81,7 +81,7 @@ class LayerPrecision(NamedTuple):
     flops: the FLOPs of their matmuls and convolutions.
     fraction: the fraction of the FLOPs of all matmuls and convolutions.
     isolated_error: the relative error of the compared arrays, without
-      ``noise_only_arrays``, if only these operations run in half precision; inf
+      rounding noise, if only these operations run in half precision; inf
       if an array is not finite then.
     amax: the largest magnitude of operands and results, in float32.
     log2_headroom: log2 of the largest number of the dtype over ``amax``; they

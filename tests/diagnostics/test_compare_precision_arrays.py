@@ -57,7 +57,7 @@ def centered(p):
 def test_a_gradient_that_is_zero_except_for_rounding_is_ignored():
   params = {"w": W, "bias": normal(16, seed=5)}
   report = compare(centered, params, ols.FixedLossScale(2.0**6).init())
-  assert report.noise_only_arrays == ("bias",)
+  assert report.ill_conditioned_arrays == ("bias",)
   assert report.array_errors["bias"] > 0.5
   assert report.inaccurate_arrays == report.outliers == ()
   assert report.is_accurate
@@ -71,13 +71,13 @@ def difference(w):
 @pytest.mark.slow
 def test_no_layer_is_blamed_for_errors_that_float32_has_too():
   report = compare_fun(ols.autocast(difference), W)
-  assert report.error == 0 and report.noise_only_arrays == ("",)
+  assert report.error == 0 and report.ill_conditioned_arrays == ("",)
   assert report.outliers == report.inaccurate_arrays == ()
   assert [row.isolated_error for row in report.layers] == [0]
 
   both = ols.autocast(lambda w: {"sound": X @ w, "noise": 1e9 * difference(w)})
   report = compare_fun(both, W)
-  assert report.error < 1e-3 and report.noise_only_arrays == ("noise",)
+  assert report.error < 1e-3 and report.ill_conditioned_arrays == ("noise",)
   assert all(row.isolated_error < 1e-3 for row in report.layers)
 
 

@@ -236,7 +236,7 @@ def test_an_error_that_any_rounding_causes_is_excused_without_an_outlier(
   if not is_excused:
     assert result == report
     return
-  assert (result.outliers, result.amplified_arrays) == ((), ("a",))
+  assert (result.outliers, result.ill_conditioned_arrays) == ((), ("a",))
   assert result.inaccurate_arrays == ("b",)
   assert result.error == without_array[TOTAL]
   assert result.is_accurate is (without_array is SMALL)

@@ -239,7 +239,7 @@ def _build_report(
     layers=(),
     limitations=tuple(dict.fromkeys([*limitations, *runs.limitations])),
     warnings=tuple(map(str, runs.mistakes)),
-    noise_only_arrays=tuple(itertools.compress(names, runs.noise_mask)),
+    ill_conditioned_arrays=tuple(itertools.compress(names, runs.noise_mask)),
     inaccurate_arrays=tuple(names[i] for i in order if is_large[1 + i]),
     underflow_fraction=runs.underflow_fraction,
     is_accurate=not is_large.any(),
@@ -337,7 +337,7 @@ def _excuse_amplified_errors(
   eps: float,
 ) -> _report.PrecisionComparison:
   """Leave out arrays whose large errors any rounding causes, but no layer."""
-  names = tuple(itertools.compress(runs.names, runs.amplified_mask))
+  names = set(itertools.compress(runs.names, runs.amplified_mask))
   if not names or report.suggested_log2_scale_change or report.overflowing:
     return report
   effects = runs.compute_effects_without(runs.amplified_mask)
@@ -352,7 +352,9 @@ def _excuse_amplified_errors(
   return dataclasses.replace(
     report,
     outliers=(),
-    amplified_arrays=names,
+    ill_conditioned_arrays=tuple(
+      x for x in runs.names if x in names.union(report.ill_conditioned_arrays)
+    ),
     error=float(effects[0]),
     inaccurate_arrays=tuple(
       x for x in report.inaccurate_arrays if x not in names

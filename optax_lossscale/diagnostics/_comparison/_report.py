@@ -22,8 +22,8 @@ class PrecisionComparison(_reports.PrintedReport):
     reference_is_zero: whether all compared arrays are zero in float32, so that
       there is nothing to compare.
     error: the norm of the difference over the norm in float32, of all compared
-      arrays together, without ``noise_only_arrays`` and ``amplified_arrays``;
-      inf if they are not finite. If there are several results, or several
+      arrays together, without ``ill_conditioned_arrays``; inf if they are not
+      finite. If there are several results, or several
       ``update``, it is the largest error of one of them.
     reference_is_finite: whether all compared arrays are finite in float32. If
       not, the report names no layer: find_overflow names the operation.
@@ -42,12 +42,10 @@ class PrecisionComparison(_reports.PrintedReport):
     warnings: mistakes in the training step as a whole, in sentences: ``update``
       did not run, does not see an overflow, or receives gradients that are not
       scaled as it expects.
-    noise_only_arrays: the names of arrays that are only rounding noise in
-      float32, too, such as the gradient of a bias in front of a normalization.
-      No layer is to blame for their errors.
-    amplified_arrays: the names of other arrays with a large error, which no
-      layer causes alone, and which is as large as expected of any rounding to
-      this dtype: the function amplifies roundings.
+    ill_conditioned_arrays: the names of arrays with an error that is expected
+      of any rounding to this dtype, since the function amplifies roundings, and
+      that no layer causes alone. The gradient of a bias in front of a
+      normalization is only rounding noise, in float32 too.
     inaccurate_arrays: the names of all other arrays whose error is above 64
       times the spacing of numbers at 1 (in float16, 0.06; in bfloat16, 0.5),
       the largest error first.
@@ -88,8 +86,7 @@ class PrecisionComparison(_reports.PrintedReport):
   layers: tuple[_reports.LayerPrecision, ...]
   limitations: tuple[str, ...]
   warnings: tuple[str, ...] = ()
-  noise_only_arrays: tuple[str, ...] = ()
-  amplified_arrays: tuple[str, ...] = ()
+  ill_conditioned_arrays: tuple[str, ...] = ()
   inaccurate_arrays: tuple[str, ...] = ()
   underflow_fraction: float = 0.0
   is_accurate: bool = True
@@ -110,8 +107,7 @@ class PrecisionComparison(_reports.PrintedReport):
           "outliers",
           "limitations",
           "warnings",
-          "noise_only_arrays",
-          "amplified_arrays",
+          "ill_conditioned_arrays",
           "inaccurate_arrays",
           "overflowing",
         )
@@ -168,7 +164,7 @@ class PrecisionComparison(_reports.PrintedReport):
       return lines
     if not self.is_accurate:
       return ["The error is large, and no single layer dominates it."]
-    suffix = "" if self.amplified_arrays else ", which is small"
+    suffix = "" if self.ill_conditioned_arrays else ", which is small"
     return [f"No single layer dominates the error{suffix}."]
 
   def _format_worst_array(self) -> str:
@@ -214,7 +210,7 @@ class PrecisionComparison(_reports.PrintedReport):
     )
 
   def _format_arrays(self) -> list[str]:
-    """Return the lines on the largest errors, and on arrays of noise."""
+    """Return the lines on the largest errors, and on expected ones."""
     shown_names = self.inaccurate_arrays[:_MAX_ARRAYS]
     rows = [
       f"  {name or 'the result'}: {self.array_errors[name]:.2g}"
@@ -227,25 +223,15 @@ class PrecisionComparison(_reports.PrintedReport):
       if num_hidden
       else []
     )
-    lines += self._format_excused(
-      self.amplified_arrays,
-      "The function amplifies any rounding, so these errors are expected in"
-      f" {self.dtype}",
-    )
-    lines += self._format_excused(
-      self.noise_only_arrays,
-      "Only rounding noise in float32, too, so no layer is to blame",
-    )
+    names = [x or "the result" for x in self.ill_conditioned_arrays]
+    if names:
+      num_hidden = len(names) - _MAX_ARRAYS
+      more = f" and {num_hidden} more" if num_hidden > 0 else ""
+      lines.append(
+        "The function amplifies any rounding, so these errors are expected in"
+        f" {self.dtype}: {', '.join(names[:_MAX_ARRAYS])}{more}."
+      )
     return lines
-
-  def _format_excused(self, names: Sequence[str], reason: str) -> list[str]:
-    shown_names = [
-      x or "the result" for x in names if x not in self.inaccurate_arrays
-    ]
-    num_hidden = len(shown_names) - _MAX_ARRAYS
-    more = f" and {num_hidden} more" if num_hidden > 0 else ""
-    text = ", ".join(shown_names[:_MAX_ARRAYS])
-    return [f"{reason}: {text}{more}."] if shown_names else []
 
   def _format_table(self) -> list[str]:
     """Return the table of layers."""
