@@ -80,9 +80,7 @@ def find_overflow(
   operations where an inf or a NaN originated, and runs with their infs and NaNs
   replaced, all but those of one operation at a time, to see which of them reach
   the result. An inf that reaches no result is not reported, such as a masked
-  logit of -inf, or the branch of a ``where`` that is not taken. If the function
-  has more than 1,000 operations, the second program ends soon after the first
-  inf, and a mask may be reported as a further origin.
+  logit of -inf, or the branch of a ``where`` that is not taken.
 
   What the function prints or logs appears once. A callback that returns
   something, such as an ``io_callback`` with a result, is called by each run,

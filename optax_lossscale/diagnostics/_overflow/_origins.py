@@ -4,21 +4,17 @@
    finite, and when. A *candidate* is a value in whose region an inf or a NaN
    originated: all that its region reads was finite until then.
 2. A second program measures each equation in the regions of the candidates, and
-   of the values that read them, but those that only move data. It is the whole
-   program if this is small. A
-   large program ends at its *targets*, the first values that the candidates
-   made nonfinite.
+   of the values that read them, but those that only move data.
 3. A *suspect* is an equation with finite operands and a nonfinite result. The
    second program runs with the suspects healed, which may reveal further ones,
-   until its targets are finite. Then it runs once for each suspect, in program
-   order, with all others healed. A suspect whose inf or NaN does not reach a
-   target, such as a mask of -inf, is not an origin, and isn't healed any more.
+   until its outputs are finite. Then it runs once for each suspect, in program
+   order, with all others healed. A suspect whose inf or NaN does not reach an
+   output, such as a mask of -inf, is not an origin, and isn't healed any more.
    Suspects that were revealed matter only if all others are such masks: without
    the first overflow, a later one may follow.
 """
 
 from collections.abc import Iterable, Sequence
-import itertools
 from typing import Any, NamedTuple
 
 from jax.extend import core
@@ -31,8 +27,6 @@ from optax_lossscale.diagnostics import (
   _progress,
 )
 
-# A program with more equations is not compiled as a whole for a second time.
-_MAX_WHOLE = 1000
 # Compilation takes longer the more equations are measured.
 _MAX_MEASURED = 256
 # These return entries of their operands, so no inf or NaN originates in them.
@@ -83,11 +77,8 @@ def find_origins(
   Returns:
     The origins, in program order.
   """
-  search = _OriginSearch(
-    program,
-    inputs,
-    _NonfiniteValues(program.regions, inputs, record, bad_outputs),
-  )
+  values = _NonfiniteValues(program.regions, inputs, record, bad_outputs)
+  search = _OriginSearch(program, inputs, values, bad_outputs)
   count = len(search.program.measured)
   progress.set_description(f"measuring {count} operation{'s' * (count > 1)}")
   return search.find_origins()
@@ -103,7 +94,6 @@ class _NonfiniteValues:
     bad_outputs: the indices of its nonfinite outputs.
 
   Attributes:
-    bad_outputs: the index of each nonfinite output, by its key.
     iterations: for each nonfinite checked value, output and NaN argument, in
       program order, the iterations in which it first was nonfinite.
   """
@@ -123,11 +113,8 @@ class _NonfiniteValues:
     nan_args = list(filter(has_nan, bad_args))
     # An argument with inf, but no NaN, may be a mask.
     self._inf_args = set(bad_args).difference(nan_args)
-    self.bad_outputs = {
-      _regions.get_output_key(i): frozenset([i]) for i in bad_outputs
-    }
     iterations: dict[Key, Iterations] = record.first_nonfinite | dict.fromkeys(
-      [*nan_args, *self.bad_outputs], ()
+      [*nan_args, *map(_regions.get_output_key, bad_outputs)], ()
     )
     self._times = {key: self.get_time(key, x) for key, x in iterations.items()}
     keys = sorted(iterations, key=lambda key: self._times[key])
@@ -157,63 +144,31 @@ class _NonfiniteValues:
     is_constant = lambda x: _regions.is_constant(x) or x in self._inf_args
     return list(filter(is_constant, sources))
 
-  def find_candidates(self) -> dict[Key, frozenset[int]]:
-    """Find the values in whose regions an inf or a NaN originated.
+  def find_candidates(self) -> list[Key]:
+    """Return the values in whose regions an inf or a NaN originated.
 
-    Returns:
-      For each of these candidates, in program order, the indices of the
-      nonfinite outputs that it may reach. Candidates that reach none are left
-      out.
+    They are in program order. Those that reach no nonfinite output are left
+    out.
     """
-    outputs = {
-      key: self._find_outputs(key)
+    return [
+      key
       for key in self.iterations
       if all(
         self._times[source] >= self._times[key]
         for source in self._list_nonfinite_sources(key)
       )
-    }
-    return {key: reached for key, reached in outputs.items() if reached}
+      and self._reaches_output(key)
+    ]
 
-  def _find_outputs(self, key: Key) -> frozenset[int]:
-    """Return the nonfinite outputs that a value may reach."""
+  def _reaches_output(self, key: Key) -> bool:
+    """Return whether a value may reach a nonfinite output."""
     reached = {key}
     stack = [key]
     while stack:
       new = set(self._consumers[stack.pop()]) - reached
       reached |= new
       stack += new
-    return frozenset(
-      map(_regions.get_output_index, filter(_regions.is_output, reached))
-    )
-
-  def find_targets(
-    self, candidates: dict[Key, frozenset[int]]
-  ) -> dict[Key, frozenset[int]]:
-    """Find the values that show whether the infs of candidates matter.
-
-    A candidate may be a mask, so its target is the first nonfinite value that
-    reads it. If this value is distant, the target is the candidate itself.
-
-    Args:
-      candidates: see :meth:`find_candidates`.
-
-    Returns:
-      For each target, the indices of the outputs that its candidates may reach.
-    """
-    targets = {}
-    for key in candidates:
-      is_later = lambda x, time=self._times[key]: self._times[x] > time
-      targets[key] = next(filter(is_later, self._consumers[key]), key)
-    # A program that ends at a distant value is as large as the whole one.
-    consumers = set(targets.values()).difference(candidates)
-    nearest = min((self._times[x] for x in consumers), default=())
-    horizon = max([nearest, *(self._times[key] for key in candidates)])
-    outputs: dict[Key, frozenset[int]] = {}
-    for key, target in targets.items():
-      target = target if self._times[target] <= horizon else key
-      outputs[target] = outputs.get(target, frozenset()) | candidates[key]
-    return outputs
+    return any(map(_regions.is_output, reached))
 
 
 class _OriginSearch:
@@ -223,6 +178,7 @@ class _OriginSearch:
     program: the program with its checked values.
     inputs: its inputs.
     values: the nonfinite values of its run.
+    bad_outputs: the indices of its nonfinite outputs.
 
   Attributes:
     program: the second program.
@@ -233,6 +189,7 @@ class _OriginSearch:
     program: _instrumented_program.InstrumentedProgram,
     inputs: Sequence[Any],
     values: _NonfiniteValues,
+    bad_outputs: list[int],
   ) -> None:
     self._inputs = inputs
     self._values = values
@@ -241,27 +198,16 @@ class _OriginSearch:
     self._stats: dict[Key, _eqn_stats.EqnStats] = {}
     # The iterations in which each equation was measured.
     self._iterations: dict[Key, Iterations] = {}
-    is_whole = len(self._regions.eqns) <= _MAX_WHOLE
-    # The outputs that each target may reach.
-    self._targets = (
-      values.bad_outputs if is_whole else values.find_targets(self._candidates)
-    )
     # Without the inf of a candidate, a value that reads it may overflow by
     # itself.
-    later_values = values.iterations if is_whole else self._targets
-    measured = self._select_eqns([*self._candidates, *later_values])
+    measured = self._select_eqns([*self._candidates, *values.iterations])
     self.program = _instrumented_program.InstrumentedProgram(
       program.closed_jaxpr,
       program.regions,
       program.compiler_options,
-      checked=set(
-        filter(_regions.is_checked_value, {*measured.values(), *self._targets})
-      ),
+      checked=set(filter(_regions.is_checked_value, measured.values())),
       measured=measured,
-      output_indices=[
-        _regions.get_output_index(key)
-        for key in filter(_regions.is_output, self._targets)
-      ],
+      output_indices=bad_outputs,
     )
 
   def _select_eqns(self, values: Iterable[Key]) -> dict[Key, Key]:
@@ -288,17 +234,16 @@ class _OriginSearch:
 
   def find_origins(self) -> list[Origin]:
     """Return the origins, in the order in which they ran."""
-    initial = bad_targets = self._measure([])
+    initial = bad_outputs = self._measure([])
     suspects = list(filter(_regions.is_argument, self._candidates))
     suspects += self._list_faults([])
     revealed: list[Key] = []
     for _ in range(_MAX_ROUNDS if suspects else 0):
-      bad_targets = self._measure([*suspects, *revealed])
-      if not bad_targets:
+      bad_outputs = self._measure([*suspects, *revealed])
+      if not bad_outputs:
         break
       revealed += self._list_faults([*suspects, *revealed])
-    outputs = self._find_reached([*suspects, *revealed], initial - bad_targets)
-    all_outputs = self._list_outputs(self._targets)
+    outputs = self._find_reached([*suspects, *revealed], initial - bad_outputs)
     keys = (
       [key for key in suspects if outputs.get(key)]
       or [key for key in revealed if outputs.get(key)]
@@ -313,43 +258,40 @@ class _OriginSearch:
         key,
         iterations[key],
         self._stats.get(key),
-        outputs.get(key) or all_outputs,
+        outputs.get(key) or frozenset(self.program.output_indices),
       )
       for key in sorted(iterations, key=get_time)
     ]
 
   def _find_reached(
-    self, suspects: list[Key], targets: frozenset[Key]
+    self, suspects: list[Key], outputs: frozenset[int]
   ) -> dict[Key, frozenset[int]]:
-    """Return the outputs that each suspect reaches through some targets."""
-    outputs: dict[Key, frozenset[int]] = {}
+    """Return which of these outputs each suspect reaches."""
+    reached: dict[Key, frozenset[int]] = {}
     healed = suspects
-    for key in sorted(suspects)[:_MAX_SUSPECTS] if targets else ():
+    for key in sorted(suspects)[:_MAX_SUSPECTS] if outputs else ():
       others = [x for x in healed if x != key]
-      _, reached = self._run(others)
-      outputs[key] = self._list_outputs(reached & targets)
-      if not outputs[key]:
+      _, bad_outputs = self._run(others)
+      reached[key] = bad_outputs & outputs
+      if not reached[key]:
         # It is harmless, and a mask may be necessary for a later overflow.
         healed = others
-    return outputs
+    return reached
 
-  def _list_outputs(self, targets: Iterable[Key]) -> frozenset[int]:
-    return frozenset(itertools.chain(*(self._targets[x] for x in targets)))
-
-  def _measure(self, healed: list[Key]) -> frozenset[Key]:
+  def _measure(self, healed: list[Key]) -> frozenset[int]:
     """Measure the equations that are not healed, with the others healed.
 
     Returns:
-      The nonfinite targets.
+      The nonfinite outputs.
     """
-    record, bad_targets = self._run(healed)
+    record, bad_outputs = self._run(healed)
     iterations = self._values.iterations | record.first_nonfinite
     for key, value in self.program.measured.items():
       if key not in healed:
         self._stats[key] = record.stats[key]
         num_loops = len(self._regions.list_loops(key))
         self._iterations[key] = iterations[value][:num_loops]
-    return bad_targets
+    return bad_outputs
 
   def _list_faults(self, healed: list[Key]) -> list[Key]:
     """Return the other equations that were an origin in the last run."""
@@ -360,18 +302,14 @@ class _OriginSearch:
 
   def _run(
     self, healed: list[Key]
-  ) -> tuple[_instrumented_program.RunRecord, frozenset[Key]]:
-    """Run the program, and return its record and the nonfinite targets."""
+  ) -> tuple[_instrumented_program.RunRecord, frozenset[int]]:
+    """Run the program, and return its record and the nonfinite outputs."""
     inputs = list(self._inputs)
     for _, i in filter(_regions.is_argument, healed):
       inputs[i] = _eqn_stats.heal_array(inputs[i])
     record = self.program.run(inputs, healed)
-    bad_outputs = {
-      _regions.get_output_key(self.program.output_indices[i])
-      for i in _host_values.list_nonfinite(record.outs)
-    }
-    bad_keys = bad_outputs.union(record.first_nonfinite)
-    return record, frozenset(bad_keys.intersection(self._targets))
+    indices = _host_values.list_nonfinite(record.outs)
+    return record, frozenset(self.program.output_indices[i] for i in indices)
 
   def _find_constants(self) -> dict[Key, Iterations]:
     """Return the nonfinite constants and literals that the candidates read.
