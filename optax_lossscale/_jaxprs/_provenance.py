@@ -145,16 +145,6 @@ class EqnLocation(NamedTuple):
     return EqnNames(name_scope, "/".join(path_parts), scoped_path, self.lines)
 
   @property
-  def name_scope(self) -> str:
-    """The name scopes, such as ``Net/block1``; often empty."""
-    return self.names.name_scope
-
-  @property
-  def param_path(self) -> str:
-    """The path of its weights, such as ``blocks/2/up``; often empty."""
-    return self.names.param_path
-
-  @property
   def source_line(self) -> str:
     """The innermost line of the user as a string; empty if none is known."""
     return str(self.lines[0]) if self.lines else ""

@@ -205,7 +205,9 @@ def _run_reports(
   comparison = None
   # An overflow of the forward pass is seen only where the backward pass is
   # finite.
-  is_hidden = search.origin is not None and search.origin.has_zero_grads
+  is_hidden = search.origin is not None and _overflow_report.has_zero_grads(
+    search.origin
+  )
   if traced.grad_outputs:
     comparison = _compare_precision.compare_runs(
       search.finite_runs if is_hidden else search.runs,

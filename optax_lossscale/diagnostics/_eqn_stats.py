@@ -21,9 +21,6 @@ from optax_lossscale._jaxprs import _eqns, _primitives
 # The number that replaces an inf or a NaN. A zero may be a divisor, and a one
 # the operand of a difference.
 _HEALED = 0.7
-# Advice on these names the smallest magnitude of an operand. For the others it
-# is not measured, since a reduction of each operand takes long to compile.
-_HAVE_AMIN = {"div", "integer_pow", "pow"}
 
 
 class EqnStats(NamedTuple):
@@ -38,10 +35,6 @@ class EqnStats(NamedTuple):
     has_nan: whether each result contained NaN; bool[results].
     operand_is_nonfinite: whether each operand was nonfinite; bool[operands].
     operand_amax: the largest finite magnitude of each operand; float[operands].
-    operand_neg_amin: minus the smallest finite magnitude of each operand of a
-      division or a power, among the entries with a nonfinite result;
-      float[operands]. None for other operations. It is negated, so that a
-      maximum combines the devices.
   """
 
   is_origin: Any
@@ -50,7 +43,6 @@ class EqnStats(NamedTuple):
   has_nan: Any
   operand_is_nonfinite: Any
   operand_amax: Any
-  operand_neg_amin: Any
 
   @property
   def is_nonfinite(self) -> Any:
@@ -64,10 +56,7 @@ def make_empty_stats(eqn: core.JaxprEqn) -> EqnStats:
   out_flags = np.zeros(len(eqn.outvars), bool)
   operand_flags = np.zeros(len(eqn.invars), bool)
   amax = np.zeros(len(eqn.invars), jnp.result_type(float))
-  neg_amin = amax - np.inf if eqn.primitive.name in _HAVE_AMIN else None
-  return EqnStats(
-    none, none, out_flags, out_flags, operand_flags, amax, neg_amin
-  )
+  return EqnStats(none, none, out_flags, out_flags, operand_flags, amax)
 
 
 def measure_eqn(
@@ -84,19 +73,8 @@ def measure_eqn(
   is_nonfinite = has_inf | has_nan
   is_origin = (out_has_inf | out_has_nan).any() & ~is_nonfinite.any()
   is_nan_origin = out_has_nan.any() & has_inf.any() & ~has_nan.any()
-  neg_amin = None
-  if eqn.primitive.name in _HAVE_AMIN:
-    neg_amin = jnp.array(
-      [_measure_neg_amin(x, outs) for x in inputs], amax.dtype
-    )
   return EqnStats(
-    is_origin,
-    is_nan_origin,
-    out_has_inf,
-    out_has_nan,
-    is_nonfinite,
-    amax,
-    neg_amin,
+    is_origin, is_nan_origin, out_has_inf, out_has_nan, is_nonfinite, amax
   )
 
 
@@ -136,19 +114,6 @@ def _measure_numbers(x: Any) -> tuple[Any, Any, Any]:
   operands = jnp.isinf(x), jnp.isnan(x), magnitudes
   identities = np.False_, np.False_, np.zeros((), dtype)
   return lax.reduce(operands, identities, combine, tuple(range(x.ndim)))
-
-
-def _measure_neg_amin(x: Any, outs: Sequence[Any]) -> Any:
-  """Return minus the smallest magnitude with a nonfinite result."""
-  (out,) = outs
-  if not _is_float(x):
-    return -jnp.inf
-  # A scalar has a part in all results.
-  has_fault = ~jnp.isfinite(out) if x.shape == out.shape else True
-  x = _arrays.upcast_for_reduction(x)
-  return jnp.max(
-    -jnp.abs(x), initial=-jnp.inf, where=jnp.isfinite(x) & has_fault
-  )
 
 
 @jax.jit
@@ -230,9 +195,6 @@ class Operand(NamedTuple):
     amax: the largest finite magnitude; 0.0 if no entry is finite, None if the
       entries are not numbers.
     all_finite: whether all entries are finite.
-    amin: the smallest finite magnitude of an operand of a division or a power,
-      among the entries whose result is not finite. None if there is none, or it
-      was not measured.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -246,7 +208,6 @@ class Operand(NamedTuple):
   dtype: Any
   amax: float | None
   all_finite: bool
-  amin: float | None = None
 
   def __str__(self) -> str:
     text = f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -258,9 +219,7 @@ class Operand(NamedTuple):
     return f"{text} ({', '.join(details)})" if details else text
 
 
-def make_operand(
-  aval: Any, is_nonfinite: bool, amax: float | None, amin: float | None
-) -> Operand:
+def make_operand(aval: Any, is_nonfinite: bool, amax: float | None) -> Operand:
   """Return an operand of this type."""
   is_number = jnp.issubdtype(aval.dtype, jnp.number) and not _eqns.is_ref(aval)
   has_amax = is_number and 0 not in aval.shape
@@ -269,7 +228,6 @@ def make_operand(
     aval.dtype,
     amax if has_amax else None,
     not (has_amax and is_nonfinite),
-    None if amin == np.inf else amin,
   )
 
 

@@ -64,7 +64,7 @@ def find_numeric_problems(
   """Return the problems with overflow, or else with lost precision."""
   problems: list[_reports.Problem] = []
   is_scale_cause = origin is None or (
-    origin.scale_factor != 0 and not origin.has_zero_grads
+    origin.scale_factor != 0 and not _overflow_report.has_zero_grads(origin)
   )
   if report is not None and report.reference_is_finite:
     problems += _find_precision_problems(report, loss_scale, is_scale_cause)

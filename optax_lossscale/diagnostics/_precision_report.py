@@ -293,15 +293,15 @@ def _build_rows(
       continue
     # Without a parameter path, several layers may share a scope, so the name
     # includes the line.
-    if not location.param_path and not name.endswith(source_line):
+    if not location.names.param_path and not name.endswith(source_line):
       name = _provenance.format_location(
         location.names.candidate_labels()[0], source_line
       )
     yield _reports.LayerPrecision(
       primitive=_source_info.get_primitive_name(matmul.visit.eqn),
       name=name,
-      name_scope=location.name_scope,
-      param_path=location.param_path,
+      name_scope=location.names.name_scope,
+      param_path=location.names.param_path,
       source_line=location.source_line,
       backward=location.is_backward,
       dtype=matmul.operand_dtype,

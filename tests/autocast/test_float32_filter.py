@@ -335,7 +335,7 @@ J, T, V = map(Transform, ("jvp", "transpose", "vmap"))
 )
 def test_a_scope_is_the_same_whatever_transforms_the_function(stack, scope):
   stack = [Scope(x) if isinstance(x, str) else x for x in stack]
-  assert _provenance.EqnLocation(tuple(stack)).name_scope == scope
+  assert _provenance.EqnLocation(tuple(stack)).names.name_scope == scope
 
 
 @parametrize_slow("wrap", [jax.jit], [jax.jit, jax.checkpoint])

@@ -190,7 +190,7 @@ def test_matmuls_without_weights_are_named_by_scope_or_line():
     return scores @ multiply(x, params["v"])
 
   layers = jaxprs.list_layers(make_grad_fn(net), {"v": normal(8, 8)}, X)
-  names = {x.name for x in layers if not x.location.param_path}
+  names = {x.name for x in layers if not x.location.names.param_path}
   (line,) = names - {"scores"}
   assert len(names) == 2
   # The line of the call leads to the matmul with v, too.
@@ -249,7 +249,7 @@ def test_a_name_keeps_only_the_matmuls_of_its_rows(name):
 def test_a_matmul_without_weights_has_one_name_in_all_reports():
   fun, params = jax.grad(ols.autocast(update_params)), PLAIN
   layers = jaxprs.list_layers(fun, params)
-  names = {x.name for x in layers if not x.location.param_path}
+  names = {x.name for x in layers if not x.location.names.param_path}
   report = precision_report(fun, params, dtype=jnp.float8_e4m3fn)
   assert names == {row.name for row in report.unconverted if not row.param_path}
   line = "no weights at test_provenance.py:"

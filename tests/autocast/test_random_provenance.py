@@ -148,9 +148,9 @@ def assert_names_select(nests):
     return False  # JAX cannot do it without us.
   grad = lambda **kwargs: jax.grad(ols.autocast(loss, **kwargs))
   names = {
-    (layer.location.param_path, layer.name)
+    (layer.location.names.param_path, layer.name)
     for layer in jaxprs.list_layers(grad(), params, X)
-    if layer.location.param_path
+    if layer.location.names.param_path
   }
   # Each weight has one name, which no other weight has.
   assert sorted(path for path, _ in names) == sorted(kept_together), names

@@ -97,7 +97,7 @@ def test_the_report_prints_the_operation_its_operands_and_a_fix():
     f"div returned inf (float16) in the forward pass, at {line}.",
     "Operands: float16[] (max abs 1), float16[2,4] (max abs 0)",
   ]
-  assert other.inputs[1] == ((2, 4), np.float16, 0.0, True, 0.0)
+  assert other.inputs[1] == ((2, 4), np.float16, 0.0, True)
   with pytest.raises(dataclasses.FrozenInstanceError):
     hit.kind = "nan"
   named = dataclasses.replace(hit, name="up at model.py:3 (<lambda>)")
@@ -113,7 +113,7 @@ def test_the_overflow_report_converts_to_a_json_dict():
   hit = find_two_origins()
   data = json.loads(json.dumps(hit.as_dict()))
   fields = {field.name for field in dataclasses.fields(hit)}
-  assert set(data) == fields | {"fix"}
+  assert set(data) == fields - {"_context"} | {"fix"}
   (operand,) = data["inputs"]
   assert operand["shape"] == [2, 4] and operand["dtype"] == "float16"
   assert operand.keys() == hit.inputs[0]._asdict().keys()
@@ -252,7 +252,7 @@ def test_any_float_dtype_is_checked(dtype):
   with jax.enable_x64():
     hit = find_overflow(lambda x: x.astype(dtype), jnp.full(2, 1e39))
   assert (hit.kind, hit.dtype) == ("inf", np.dtype(dtype))
-  assert hit.inputs == (((2,), np.float64, 1e39, True, None),)
+  assert hit.inputs == (((2,), np.float64, 1e39, True),)
 
 
 def test_other_arguments_reach_the_function_unchanged():
@@ -277,8 +277,8 @@ def test_an_inf_that_is_not_reproduced_is_reported_with_its_operands(loop):
 
   hit = find_overflow(fun, X)
   assert hit.eqn_path == ("scan[1]/exp" if loop else "exp")
-  assert (hit.kind, hit.is_reproduced) == ("inf", False)
-  assert hit.inputs[0][:4] == (X.shape[loop:], np.float16, 10.0, True)
+  assert hit.kind == "inf" and "XLA simplifies the compiled" in hit.fix
+  assert hit.inputs[0] == (X.shape[loop:], np.float16, 10.0, True)
 
 
 def test_a_function_without_a_signature_can_be_run():

@@ -291,7 +291,7 @@ def test_without_autocast_the_scale_that_helps_is_named():
   low = ols.DynamicLossScale(2.0**24, min_scale=2.0**24)
   check = check_step(*make_step(squares, low))
   data = json.loads(json.dumps(check.overflow.as_dict()))
-  assert data["is_below_min_scale"] is True and 0 < data["scale_factor"] < 1
+  assert 0 < data["scale_factor"] < 1 and "min_scale" in data["fix"]
   assert "Lower min_scale" in check.problems[0].fix
 
 

@@ -13,6 +13,7 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
 from optax_lossscale.diagnostics import find_overflow
+from optax_lossscale.diagnostics._overflow import _report
 
 F16, F32 = np.dtype(jnp.float16), np.dtype(jnp.float32)
 EPS = float(jnp.finfo(F32).eps)
@@ -125,7 +126,7 @@ EDGES = {
     guard_arg(lambda w: 1 / w), SOME_ZERO - 1e-25, LARGE_BASE, keep_large
   ),
   "temperature": (
-    divide_in_half, SOME_ZERO + 1, "a divisor is 6.02e-06",
+    divide_in_half, SOME_ZERO + 1, "a divisor is zero or too small",
     lambda y: jnp.where(y > 1e-2, y, 1),
   ),
   "solve": (guard_arg(solve), SINGULAR, IDENTITY, add_identity),
@@ -194,21 +195,21 @@ ONES_AND_ZEROS = jnp.array([1.0, 0])
 
 @parametrize_slow("wrap", (), [no_guard, jax.jit], slow=[jax.jit])
 @pytest.mark.parametrize(
-  "fun, function",
+  "fun, fix",
   [
-    (lambda x, y: (x + 1) / jnp.log(y + 1), "div"),
-    (lambda x, y: jnp.sqrt(x + 2) * (x / y), "div"),
-    (lambda x, y: jnp.sqrt(x) + jnp.arccos(x / 2), "sqrt"),
-    (lambda x, y: jnp.sqrt(x + 1) + jnp.arccos(x), "acos"),
-    (lambda x, y: jnp.sqrt(x + 1) + jnp.arctanh(x), "atanh"),
+    (lambda x, y: (x + 1) / jnp.log(y + 1), "a divisor is zero"),
+    (lambda x, y: jnp.sqrt(x + 2) * (x / y), "a divisor is zero"),
+    (lambda x, y: jnp.sqrt(x) + jnp.arccos(x / 2), "a root has no"),
+    (lambda x, y: jnp.sqrt(x + 1) + jnp.arccos(x), "acos or its derivative"),
+    (lambda x, y: jnp.sqrt(x + 1) + jnp.arctanh(x), "atanh or its derivative"),
   ],
 )
 def test_a_division_is_distinguished_from_a_derivative_on_its_line(
-  wrap, fun, function
+  wrap, fun, fix
 ):
   grad = jax.value_and_grad(wrap(lambda x, y: jnp.sum(fun(x, y))))
   hit = find_overflow(wrap(grad), ONES_AND_ZEROS, ONES_AND_ZEROS)
-  assert hit.function == function
+  assert hit.fix.startswith(fix)
 
 
 @pytest.mark.slow
@@ -233,20 +234,20 @@ def scaled_too_high(w):
 
 def test_the_fix_for_a_program_without_a_loss_scale_does_not_mention_it():
   hit = find_overflow(jax.grad(scaled_too_high), ZEROS)
-  assert hit.backward and not hit.has_loss_scale and "scale" not in hit.fix
+  assert hit.backward and "scale" not in hit.fix
 
 
 @pytest.mark.slow
 def test_a_gradient_alone_and_a_step_with_a_fixed_scale_have_a_loss_scale():
   _, w, state = make_step(scaled_too_high, ZEROS, 2.0**10)
   hit = find_overflow(ols.grad(scaled_too_high, state), w)
-  assert hit.has_loss_scale and "ols.set_loss_scale(opt_state" in hit.fix
+  assert "ols.set_loss_scale(opt_state" in hit.fix
   grad = lambda w, state: ols.grad(scaled_too_high, state)(w)
   hit = find_overflow(grad, w, state)
-  assert hit.scale_factor > 0 and not hit.has_zero_grads
+  assert hit.scale_factor > 0 and "zero" not in hit.fix
   step, w, state = make_step(scaled_too_high, ZEROS, ols.FixedLossScale(2.0**9))
   hit = find_overflow(lambda w: step(w, state), w)
-  assert hit.has_loss_scale and "ols.set_loss_scale(opt_state" in hit.fix
+  assert "ols.set_loss_scale(opt_state" in hit.fix
 
 
 @pytest.mark.slow
@@ -287,7 +288,7 @@ def test_an_overflow_of_the_forward_pass_is_named_if_it_makes_gradients_zero(
 ):
   """The backward pass overflows, too, but a lower scale is no help."""
   check = diagnostics.check_step(*make_step(*make_loss(F16), 2.0**20))
-  assert check.overflow.has_zero_grads and "check_step" in check.overflow.fix
+  assert "all gradients are zero" in check.overflow.fix
   (problem,) = check.problems
   assert "overflows in the forward pass" in problem.cause
   assert "x.astype(jnp.float32)" in problem.fix
@@ -337,7 +338,7 @@ def test_an_operation_before_update_is_after_the_backward_pass():
     return tx.update(clip_before_update(grads), opt_state)
 
   hit = find_overflow(step, ZEROS, tx.init(ZEROS))
-  assert hit.after_backward and not hit.backward
+  assert "after the backward pass" in str(hit) and not hit.backward
   assert "after the backward pass" in str(
     diagnostics.check_step(step, ZEROS, tx.init(ZEROS)).problems[0].cause
   )
@@ -392,14 +393,14 @@ def test_the_fix_of_an_inf_of_the_program_or_its_arguments(name):
   assert f"\nFix: {hit.fix}" in str(hit)
 
 
-def operand(amax, amin, dtype=F16, shape=(2, 4)):
-  return diagnostics.Operand(shape, dtype, amax, np.isfinite(amax), amin)
+def operand(amax, dtype=F16, shape=(2, 4)):
+  return diagnostics.Operand(shape, dtype, amax, np.isfinite(amax))
 
 
-ONE, ZERO, LARGE = operand(1.0, 1.0), operand(0.0, 0.0), operand(300.0, 300.0)
-INF, SCALAR_INF = operand(np.inf, None), operand(np.inf, None, shape=())
-SCALAR = operand(1e9, 1e9, F32, shape=())
-MANY_ZEROS = operand(0.0, 0.0, shape=(70_000,))
+ONE, ZERO, LARGE, LARGER = map(operand, (1.0, 0.0, 300.0, 60_000.0))
+INF, SCALAR_INF = operand(np.inf), operand(np.inf, shape=())
+SCALAR = operand(1e9, F32, shape=())
+MANY_ZEROS = operand(0.0, shape=(70_000,))
 E5M2, E4M3 = np.dtype(jnp.float8_e5m2), np.dtype(jnp.float8_e4m3fn)
 NAN, WIDE = {"kind": "nan"}, {"dtype": F32}
 DEFAULTS = {"dtype": F16, "kind": "inf", "backward": False}
@@ -426,13 +427,16 @@ LOWERED = IN_BACKWARD | {"scale_factor": 0.5}
     ("log", [ONE], NAN | WIDE, "jnp.log(jnp.where(x > 0, x, 1)). Or"),
     ("rsqrt", [ZERO], {}, ROOT),
     ("acos", [LARGE], NAN, UNIT),
-    ("div", [ZERO, ZERO], NAN, "a divisor is 0"),
-    ("div", [ONE, operand(9.0, 0.0)], {}, "jnp.abs(y) > 1e-2, y"),
-    ("div", [ONE, operand(9.0, 1e-20)], WIDE, "divisor is 1e-20"),
-    ("div", [LARGE, operand(9.0, 0.3)], {}, "div in float32"),
+    ("div", [ZERO, ZERO], NAN, "a divisor is zero"),
+    ("div", [ONE, LARGE], {}, "jnp.abs(y) > 1e-2, y"),
+    ("div", [operand(655.0), ONE], {}, "a divisor is zero"),
+    ("div", [operand(656.0), ONE], {}, "div in float32"),
+    ("div", [operand(1e30), ONE], WIDE, "jnp.abs(y) > 1e-6, y"),
+    ("div", [operand(1e33), ONE], WIDE, "outside the range of float32"),
+    ("div", [LARGER, ONE], {"scale_factor": 0.0}, "a divisor is zero"),
     ("div", [ONE, ZERO], {"function": "sqrt"}, ROOT),
-    ("div", [LARGE, ZERO], IN_BACKWARD, "a divisor is 0"),
-    ("div", [LARGE, ONE], IN_BACKWARD, "loss scale is too high"),
+    ("div", [LARGE, ZERO], IN_BACKWARD, "a divisor is zero"),
+    ("div", [LARGER, ONE], IN_BACKWARD, "loss scale is too high"),
     ("div", [LARGE, ZERO], LOWERED, "ols.set_loss_scale(opt_state, scale / 2)"),
     ("mul", [LARGE], LOWERED | {"scale_factor": 0.0}, "at any loss scale"),
     ("mul", [LARGE, LARGE], {"backward": True}, "compute mul in float32"),
@@ -459,12 +463,15 @@ LOWERED = IN_BACKWARD | {"scale_factor": 0.5}
 )  # fmt: skip
 def test_the_fix_depends_on_the_description(primitive, inputs, fields, fix):
   names = dict.fromkeys(("name_scope", "param_path", "name"), "layer")
+  fields = DEFAULTS | {"eqn_path": primitive} | fields
+  facts = {k: fields.pop(k) for k in _report.Context._fields if k in fields}
   hit = diagnostics.Overflow(
     primitive=primitive,
     source_line="",
     inputs=tuple(inputs),
     **names,
-    **DEFAULTS | {"eqn_path": primitive} | fields,
+    **fields,
   )
-  assert fix in hit.fix
-  assert hit.has_loss_scale or "the loss scale" not in hit.fix
+  fixed = _report.add_context(hit, **facts).fix
+  assert fix in fixed
+  assert "has_loss_scale" in facts or "the loss scale" not in fixed

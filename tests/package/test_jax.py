@@ -271,7 +271,7 @@ def test_scopes_are_objects_that_stay_with_an_equation():
   assert len(matmul_locations) >= 2
   for location in matmul_locations:
     assert location.autocast_dtype == jnp.dtype("float16")
-    assert location.param_path == "blocks/2"
+    assert location.names.param_path == "blocks/2"
 
 
 def record():

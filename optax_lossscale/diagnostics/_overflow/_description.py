@@ -64,12 +64,10 @@ def _describe_eqn(
   )
   out_aval: Any = eqn.outvars[out_index].aval
   unknown = [None] * len(eqn.invars)
-  neg_amin = stats.operand_neg_amin
   operands = zip(
     (v.aval for v in eqn.invars),
     stats.operand_is_nonfinite.tolist(),
     stats.operand_amax.tolist() if origin.stats else unknown,
-    unknown if neg_amin is None else (-neg_amin).tolist(),
     strict=True,
   )
   primitive = _source_info.get_primitive_name(eqn)
@@ -80,9 +78,11 @@ def _describe_eqn(
     out_aval.dtype,
     "nan" if is_nan else "inf",
     [_eqn_stats.make_operand(*operand) for operand in operands],
-    is_reproduced=bool(stats.is_nonfinite.any()),
-    function=_domains.find_function(traced.closed_jaxpr, eqn, frame),
-    after_backward=_is_after_backward(traced, eqn, location),
+    _report.Context(
+      is_reproduced=bool(stats.is_nonfinite.any()),
+      function=_domains.find_function(traced.closed_jaxpr, eqn, frame),
+      after_backward=_is_after_backward(traced, eqn, location),
+    ),
   )
 
 
@@ -92,7 +92,7 @@ def _make_report(
   dtype: Any,
   kind: str,
   inputs: Sequence[_eqn_stats.Operand] = (),
-  **fields: Any,
+  context: _report.Context = _report.NO_CONTEXT,
 ) -> _report.Overflow:
   """Return the report on an operation that returned an inf or a NaN.
 
@@ -102,7 +102,7 @@ def _make_report(
     dtype: the dtype of its result.
     kind: ``"inf"`` or ``"nan"``.
     inputs: its operands.
-    **fields: further fields of the report.
+    context: what its fix depends on.
 
   Returns:
     The report.
@@ -111,15 +111,15 @@ def _make_report(
     primitive=primitive,
     dtype=np.dtype(dtype),
     kind=kind,
-    name_scope=location.name_scope,
-    param_path=location.param_path,
+    name_scope=location.names.name_scope,
+    param_path=location.names.param_path,
     name=location.label,
     source_line=location.source_line,
     eqn_path="/".join(location.eqn_path),
     backward=location.is_backward,
     inputs=tuple(inputs),
     in_autocast=location.autocast_dtype is not None,
-    **fields,
+    _context=context,
   )
 
 

@@ -247,8 +247,7 @@ def _assess_loss_scale(
   has_loss_scale = bool(traced.scale_indices) or any(
     output.kind in ("grads", "unscaled") for output in traced.outputs
   )
-  fields: dict[str, Any] = {
-    "scale_factor": factor,
+  facts = {
     "has_zero_grads": (
       bool(factor and grads) and not _host_values.is_any_nonzero(grads)
     ),
@@ -258,9 +257,12 @@ def _assess_loss_scale(
   }
   origins = [
     dataclasses.replace(
-      origin,
-      has_loss_scale=has_loss_scale,
-      **(fields if origin.backward else {}),
+      _report.add_context(
+        origin,
+        has_loss_scale=has_loss_scale,
+        **(facts if origin.backward else {}),
+      ),
+      scale_factor=factor if origin.backward else None,
     )
     for origin in origins
   ]

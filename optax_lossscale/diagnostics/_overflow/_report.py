@@ -3,7 +3,7 @@
 from collections.abc import Callable
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +21,34 @@ _SUMS = {
   "add_any", "cumsum", "psum", "psum_invariant", "reduce_scatter",
   "reduce_sum", "reduce_window_sum", "scatter-add",
 }  # fmt: skip
+
+
+class Context(NamedTuple):
+  """What a fix depends on, next to the operation.
+
+  Attributes:
+    is_reproduced: whether the operation was seen to return the inf or NaN. If
+      not, only the compiled program as a whole does, which XLA simplifies.
+    is_below_min_scale: whether the loss scale times ``scale_factor`` is below
+      the ``min_scale`` of the policy.
+    function: JAX's name of the function whose derivative the operation
+      computes: ``"acos"`` if it divides by the root of 1 - x**2 there;
+      otherwise ``primitive``. Empty for an argument or a constant.
+    after_backward: whether the operation processes gradients: it is in the
+      optimizer, or between the backward pass and ``update``, as clipping.
+    has_loss_scale: whether the program has a loss scale.
+    has_zero_grads: whether all gradients are zero with ``scale_factor``.
+  """
+
+  is_reproduced: bool = True
+  is_below_min_scale: bool = False
+  function: str = ""
+  after_backward: bool = False
+  has_loss_scale: bool = False
+  has_zero_grads: bool = False
+
+
+NO_CONTEXT = Context()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,17 +86,6 @@ class Overflow(_reports.PrintedReport):
     scale_factor: for an operation in the backward pass of a training step, the
       factor on the loss scale with which all gradients are finite, a power of
       two; 0.0 if no loss scale helps; None if this was not measured.
-    is_reproduced: whether the operation was seen to return the inf or NaN. If
-      not, only the compiled program as a whole does, which XLA simplifies.
-    is_below_min_scale: whether the loss scale times ``scale_factor`` is below
-      the ``min_scale`` of the policy.
-    function: JAX's name of the function whose derivative the operation
-      computes: ``"acos"`` if it divides by the root of 1 - x**2 there;
-      otherwise ``primitive``. Empty for an argument or a constant.
-    after_backward: whether the operation processes gradients: it is in the
-      optimizer, or between the backward pass and ``update``, as clipping.
-    has_loss_scale: whether the program has a loss scale.
-    has_zero_grads: whether all gradients are zero with ``scale_factor``.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -92,21 +109,13 @@ class Overflow(_reports.PrintedReport):
   warnings: tuple[str, ...] = ()
   in_autocast: bool = False
   scale_factor: float | None = None
-  is_below_min_scale: bool = False
-  is_reproduced: bool = True
-  function: str = ""
-  after_backward: bool = False
-  has_loss_scale: bool = False
-  has_zero_grads: bool = False
+  _context: Context = dataclasses.field(default=NO_CONTEXT, repr=False)
 
   @property
   def fix(self) -> str:
     """The fix, in a sentence or two, with a line of code if possible."""
     template = next(fix for applies, fix in _FIXES if applies(self))
-    function = self.function or self.primitive
-    template = template.replace(
-      "{domain_fix}", _domains.FIXES.get(function, "")
-    )
+    function = self._context.function or self.primitive
     layer = self.name.removesuffix(f" at {self.source_line}")
     return template.format(
       dtype=self.dtype,
@@ -126,17 +135,16 @@ class Overflow(_reports.PrintedReport):
         f" {1 / (self.scale_factor or 1 / 16):g})"
       ),
       forward=""
-      if self.backward or not self.has_loss_scale
+      if self.backward or not self._context.has_loss_scale
       else " No loss scale helps in the forward pass.",
-      function=self.function or self.primitive,
+      function=function,
       small=_get_small_constant(self),
-      amin=_eqn_stats.format_number(_get_amin(self)),
     )
 
   def as_dict(self) -> dict[str, Any]:
     """Returns the report, and ``"fix"``, as dicts and lists, for machines."""
-    fields = {x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
-    return fields | {
+    names = [x.name for x in dataclasses.fields(self) if x.name != "_context"]
+    return {name: getattr(self, name) for name in names} | {
       "dtype": str(self.dtype),
       "inputs": [
         x._asdict() | {"shape": list(x.shape), "dtype": str(x.dtype)}
@@ -181,9 +189,20 @@ class Overflow(_reports.PrintedReport):
 
   def format_stage(self) -> str:
     """Return the part of the step as text: ``in the forward pass``."""
-    if self.after_backward:
+    if self._context.after_backward:
       return "after the backward pass"
     return f"in the {'backward' if self.backward else 'forward'} pass"
+
+
+def add_context(origin: Overflow, **facts: Any) -> Overflow:
+  """Return an overflow with further facts of its context."""
+  context = origin._context._replace(**facts)
+  return dataclasses.replace(origin, _context=context)
+
+
+def has_zero_grads(origin: Overflow) -> bool:
+  """Return whether all gradients are zero with a scale that is low enough."""
+  return origin._context.has_zero_grads
 
 
 def _is_primitive_in(primitives: set[str]) -> Callable[[Overflow], bool]:
@@ -210,14 +229,16 @@ def _is_nan_from_infs(origin: Overflow) -> bool:
   return origin.kind == "nan" and _has_nonfinite_operand(origin)
 
 
-def _get_amin(origin: Overflow) -> float:
-  """Return the smallest magnitude of a divisor, or of the base of a power."""
-  operands = origin.inputs[origin.primitive == "div" :]
-  return min((x.amin for x in operands[:1] if x.amin is not None), default=1.0)
-
-
 def _has_small_operand(origin: Overflow) -> bool:
-  return _get_amin(origin) < float(_get_small_constant(origin))
+  """Return whether only a small divisor or base explains a result.
+
+  The dividend, or the base of a usual power, is too small to overflow.
+  """
+  amax = origin.inputs[0].amax or 0.0
+  top = float(jnp.finfo(origin.dtype).max)
+  if origin.primitive == "div":
+    return amax < top * float(_get_small_constant(origin))
+  return amax < top**0.25
 
 
 def _get_small_constant(origin: Overflow) -> str:
@@ -299,7 +320,7 @@ _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
     f"write a number that {{dtype}} holds instead of inf; {_MASK_HINT}",
   ),
   (
-    lambda x: not x.is_reproduced,
+    lambda x: not x._context.is_reproduced,
     "each operation is finite on its own, but XLA simplifies the compiled"
     " program. For example, it multiplies by the number of equal terms instead"
     " of adding them, and this number may be inf in {dtype}. Compute in float32"
@@ -336,38 +357,40 @@ _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
     " jnp.finfo(x.dtype).min instead of -inf.",
   ),
   (
-    lambda x: x.has_zero_grads,
+    lambda x: x._context.has_zero_grads,
     "the loss scale is too high, but a lower one is not enough: with {lower},"
     " all gradients are zero. Either a value in the forward pass overflows, or"
     " they underflow: check_step names the value, and compute it in float32.",
   ),
   (
-    lambda x: bool(x.scale_factor) and x.is_below_min_scale,
+    lambda x: bool(x.scale_factor) and x._context.is_below_min_scale,
     "the loss scale is too high, and min_scale of its policy stops it from"
     " decreasing. Lower min_scale, for example"
     " ols.DynamicLossScale(min_scale=2.0**-24), or make the loss smaller.",
   ),
   (lambda x: bool(x.scale_factor), _LOWER_SCALE),
   *(
-    (lambda x, name=name: (x.function or x.primitive) == name, fix)
+    (lambda x, name=name: (x._context.function or x.primitive) == name, fix)
     for name, fix in _domains.FIXES.items()
   ),
   (
-    lambda x: x.primitive == "div" and _has_small_operand(x),
-    "a divisor is {amin}. Keep such numbers out before the operation:"
-    " x / jnp.where(jnp.abs(y) > {small}, y, 1), or use a larger epsilon, also"
-    " for the optimizer: eps={small}.{limit}",
+    lambda x: (
+      x.primitive == "div" and (_has_small_operand(x) or x.scale_factor == 0)
+    ),
+    "a divisor is zero or too small. Keep such numbers out before the"
+    " operation: x / jnp.where(jnp.abs(y) > {small}, y, 1), or use a larger"
+    " epsilon, also for the optimizer: eps={small}.{limit}",
   ),
   (
     lambda x: (
       x.primitive == "pow" and (x.kind == "nan" or _has_small_operand(x))
     ),
-    "an operand of pow is {amin} or negative. Keep such numbers out before"
+    "an operand of pow is negative or too small. Keep such numbers out before"
     " the operation: jnp.where(x > {small}, x, 1) ** p.",
   ),
   (
     lambda x: x.primitive == "integer_pow" and _has_small_operand(x),
-    "an operand is {amin}, which is too small for 1 / x, x**-2, a root or"
+    "an operand is too small for 1 / x, x**-2, a root or"
     " their derivatives. Keep such numbers out before the operation:"
     " jnp.where(jnp.abs(x) > {small}, x, 1).",
   ),
@@ -381,15 +404,15 @@ _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
     "{primitive} is not finite at any loss scale. Replace the operands that"
     " cause it before the operation, with jnp.where, or add an epsilon.",
   ),
-  (lambda x: x.backward and x.has_loss_scale, _LOWER_SCALE),
+  (lambda x: x.backward and x._context.has_loss_scale, _LOWER_SCALE),
   (
-    lambda x: x.after_backward and _has_narrow_range(x),
+    lambda x: x._context.after_backward and _has_narrow_range(x),
     "the largest number of {dtype} is {top}. Compute {primitive} in float32:"
     " x.astype(jnp.float32). For the optimizer, keep the parameters in float32;"
     " ols.autocast(loss_fn) casts them for the matmuls.",
   ),
   (
-    lambda x: x.after_backward,
+    lambda x: x._context.after_backward,
     "the result is outside the range of {dtype}. Normalize the operands. If"
     " they are gradients, clip them inside of the wrapper:"
     " ols.with_loss_scaling(optax.chain(optax.clip(1.0), optimizer)).",
