@@ -18,9 +18,8 @@ from optax_lossscale.diagnostics import (
   _precision_report,
   _progress,
   _reports,
-  _returned_values,
-  _scaling_mistakes,
   _tracing,
+  _wiring,
 )
 from optax_lossscale.diagnostics._comparison import _compare_precision
 from optax_lossscale.diagnostics._comparison import (
@@ -170,7 +169,7 @@ def check_step(
     results = _run_reports(traced, progress_line)
     problems, passed = _judge_results(results)
   limitations = [
-    *results.returned.limitations,
+    *results.wiring.limitations,
     *_describe_unchecked(results),
   ]
   return StepCheck(
@@ -189,7 +188,7 @@ class _Results(NamedTuple):
   precision: _precision_report.PrecisionReport
   search: _find_overflow.SearchResult
   comparison: _compare_precision.ComparisonResult | None
-  returned: _returned_values.ReturnedValues
+  wiring: _wiring.Wiring
 
 
 def _run_reports(
@@ -214,61 +213,39 @@ def _run_reports(
       progress,
       measures_all=False,
     )
-  if comparison is None:  # Otherwise it has measured the scaling in float32.
-    search.mistakes.extend(_find_overflow.measure_scaling(search))
-  returned = _returned_values.check_returned_values(
-    search.finite_runs, search.runs.outs
-  )
-  return _Results(precision, search, comparison, returned)
+  wiring = _wiring.check_wiring(search, comparison)
+  return _Results(precision, search, comparison, wiring)
 
 
 def _judge_results(
   results: _Results,
 ) -> tuple[list[_reports.Problem], list[str]]:
   """Return the problems of a step, and the checks that passed."""
-  precision, search, comparison, returned = results
-  mistakes = dict.fromkeys(
-    [
-      *returned.mistakes,
-      *search.mistakes,
-      *(comparison.mistakes if comparison else ()),
-    ]
-  )
-  # A step may skip update on purpose, for example to accumulate gradients. It
-  # is a problem only together with an overflow: the branch may test for it.
-  has_run = _scaling_mistakes.UPDATE_NOT_RUN not in search.mistakes
-  if search.origin is None:
-    mistakes.pop(_scaling_mistakes.UPDATE_NOT_RUN, None)
-  problems = list(mistakes)
-  numeric_problems = _find_numeric_problems(results, has_run)
+  precision, _, comparison, wiring = results
+  numeric_problems = _find_numeric_problems(results)
   passed: list[str] = []
-  if not problems and not numeric_problems:
-    passed += _describe_sound_scaling(search, has_run)
-  passed += returned.passed
+  if wiring.has_run and not wiring.problems and not numeric_problems:
+    if wiring.knows_scales:
+      passed.append("the loss is scaled once, by the state that update holds")
+    passed.append("the gradients are finite")
+  passed += wiring.passed
   if precision.fraction and precision.total_flops:
     passed.append(
       f"{precision.fraction:.1%} of the matmul and convolution FLOPs run in"
       f" {precision.dtype}"
     )
-  if comparison and has_run and not numeric_problems:
+  if comparison and wiring.has_run and not numeric_problems:
     passed += _describe_errors(comparison)
-  return [*problems, *numeric_problems], passed
+  return [*wiring.problems, *numeric_problems], passed
 
 
-def _find_numeric_problems(
-  results: _Results, has_run: bool
-) -> list[_reports.Problem]:
-  """Return the problems with overflow, lost precision and zero gradients.
-
-  Args:
-    results: the results of all reports.
-    has_run: whether any `update` ran.
-  """
-  _, search, comparison, returned = results
+def _find_numeric_problems(results: _Results) -> list[_reports.Problem]:
+  """Return the problems with overflow, lost precision and zero gradients."""
+  _, search, comparison, wiring = results
   traced = search.runs.traced
-  report = comparison.report if comparison and has_run else None
+  report = comparison.report if comparison and wiring.has_run else None
   loss_scale = _numeric_problems.LossScale.from_step(
-    traced, can_decrease=not (returned.mistakes or search.mistakes)
+    traced, can_decrease=not wiring.problems
   )
   problems = _numeric_problems.find_numeric_problems(
     search.origin, report, loss_scale
@@ -278,15 +255,6 @@ def _find_numeric_problems(
   return problems or list(
     _numeric_problems.find_zero_grad_problems(search.runs, report)
   )
-
-
-def _describe_sound_scaling(
-  search: _find_overflow.SearchResult, has_run: bool
-) -> Iterator[str]:
-  if has_run and search.knows_scales:
-    yield "the loss is scaled once, by the state that update holds"
-  if has_run:
-    yield "the gradients are finite"
 
 
 def _describe_errors(
@@ -307,15 +275,12 @@ def _describe_errors(
 
 
 def _describe_unchecked(results: _Results) -> Iterator[str]:
-  precision, search, comparison, _ = results
-  if (
-    _scaling_mistakes.UPDATE_NOT_RUN in search.mistakes
-    and search.origin is None
-  ):
+  precision, search, comparison, wiring = results
+  if not wiring.has_run and search.origin is None:
     yield "the gradients: update is in a branch that was not taken"
   if search.origin is not None:
     yield "whether gradients are unscaled once, since they are not finite"
-  elif not search.knows_scales:
+  elif not wiring.knows_scales:
     yield (
       "how the loss is scaled: some gradients do not depend on a loss scale"
       " (they are arguments of the step, or scaled by a constant)"

@@ -53,8 +53,6 @@ class Output(NamedTuple):
     branches: for each ``cond`` around the tag, the outermost first, an
       identifier of the ``cond`` and the index of the branch.
     tag_kind: the kind of its tag; empty without a tag.
-    expected_ratio: the factor by which a sound gradient changes if the loss
-      scale halves; None if it cannot be measured.
     depends_on_update: whether it may depend on gradients that an `update`
       receives.
     has_half_backward: whether it may depend on what a backward pass computes in
@@ -68,7 +66,6 @@ class Output(NamedTuple):
   group: int
   branches: tuple[tuple[int, int], ...] = ()
   tag_kind: str = ""
-  expected_ratio: float | None = None
   depends_on_update: bool = False
   has_half_backward: bool = False
   new_updates: frozenset[int] = frozenset()

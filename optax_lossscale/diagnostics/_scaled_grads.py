@@ -14,7 +14,6 @@ import numpy as np
 
 from optax_lossscale.diagnostics import (
   _host_values,
-  _outputs,
   _reports,
   _scaling_mistakes,
   _step_runs,
@@ -74,13 +73,14 @@ class ScaledGrads(NamedTuple):
   """The loss scales of the gradients of a step.
 
   Attributes:
-    outputs: the outputs of the step, with ``expected_ratio`` of the gradients
-      that a loss scale among the arguments multiplies.
+    ratios: for each gradient that a loss scale among the arguments multiplies,
+      by the index of its output, the factor by which a sound gradient changes
+      if the loss scale halves.
     mistakes: mistakes in how gradients are scaled.
     is_known: whether these are all gradients that are not zero.
   """
 
-  outputs: list[_outputs.Output]
+  ratios: dict[int, float]
   mistakes: list[_reports.Problem]
   is_known: bool
 
@@ -96,19 +96,16 @@ def find_scaled_grads(runs: _step_runs.StepRuns) -> ScaledGrads:
   traced = runs.traced
   has_grads = bool(traced.grad_outputs)
   if not has_grads or not _step_runs.has_finite_grads(traced, runs.outs):
-    return ScaledGrads(traced.outputs, [], False)
+    return ScaledGrads({}, [], False)
   experiment = _Experiment(runs)
-  is_scaled = {i: bool(x) for i, x in experiment.scales_by_grad.items()}
-  outputs = [
-    output._replace(
-      expected_ratio=0.5 if output.tag_kind == "scaled_grads" else 1.0
-    )
-    if is_scaled.get(i)
-    else output
-    for i, output in enumerate(traced.outputs)
-  ]
+  ratios = {
+    i: 0.5 if traced.outputs[i].tag_kind == "scaled_grads" else 1.0
+    for i, scales in experiment.scales_by_grad.items()
+    if scales
+  }
   mistakes = dict.fromkeys(experiment.find_mistakes())
-  return ScaledGrads(outputs, list(mistakes), all(is_scaled.values()))
+  is_known = len(ratios) == len(experiment.scales_by_grad)
+  return ScaledGrads(ratios, list(mistakes), is_known)
 
 
 class _Experiment:

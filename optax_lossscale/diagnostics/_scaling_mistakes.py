@@ -9,7 +9,7 @@ These checks run the step, where ``_scale_dependence`` analyzes it:
   that is unscaled exactly once stays the same.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -71,6 +71,11 @@ _EXACT_TOLERANCE = 1e-3
 # At the default loss scale, a term that is added to the scaled loss is too
 # small to be noticed. With these factors its relative size changes the most.
 _FAR_LOG2_SCALES = (-16, -8, 8)
+
+
+# The outputs of a step by their indices: all of them, or some.
+Outs = Sequence[Any] | Mapping[int, Any]
+RunFn = Callable[[list[Any]], Outs]
 
 
 def check_applied_flags(
@@ -141,8 +146,9 @@ def _compute_replaced_mask(
 
 def check_scale_invariance(
   traced: _tracing.TracedFunction,
-  run_step: Callable[[list[Any]], Sequence[Any]],
-  outs: Sequence[Any],
+  ratios: Mapping[int, float],
+  run_step: RunFn,
+  outs: Outs,
   *,
   is_exact: bool,
 ) -> list[_reports.Problem]:
@@ -156,6 +162,8 @@ def check_scale_invariance(
 
   Args:
     traced: the step.
+    ratios: for each gradient to judge, by the index of its output, the factor
+      by which a sound gradient changes if the loss scale halves.
     run_step: a function from the inputs of the step to its outputs.
     outs: the outputs of the step.
     is_exact: whether gradients cannot underflow, as in a step without half
@@ -164,21 +172,16 @@ def check_scale_invariance(
   Returns:
     Mistakes; empty if the step is correct.
   """
-  measured_indices = [
-    i for i, out in enumerate(traced.outputs) if out.expected_ratio is not None
-  ]
-  if not measured_indices or not traced.scale_indices:
+  if not ratios or not traced.scale_indices:
     return []
-  grad_outputs = [traced.outputs[i] for i in measured_indices]
-  grads = [outs[i] for i in measured_indices]
-  log2_ratios = np.log2(
-    np.array([out.expected_ratio for out in grad_outputs], np.float64)
-  )
+  grad_outputs = [traced.outputs[i] for i in ratios]
+  grads = [outs[i] for i in ratios]
+  log2_ratios = np.log2(np.array([*ratios.values()]))
 
   def measure_at(log2_scale: int) -> np.ndarray:
     """Return how much the gradients change: ratio and error of each."""
     changed_outs = run_step(traced.scale_inputs(2.0**log2_scale))
-    changed_grads = [changed_outs[i] for i in measured_indices]
+    changed_grads = [changed_outs[i] for i in ratios]
     pairs = zip(grads, changed_grads, strict=True)
     rows = _host_values.to_host([_measure_change(x, y) for x, y in pairs])
     changes = np.array(rows, np.float64)
@@ -188,11 +191,11 @@ def check_scale_invariance(
 
   is_stable = measure_at(0)[:, 1] < _EXACT_TOLERANCE
   log2_scales = (-1, -2, *(_FAR_LOG2_SCALES if is_exact else ()))
-  ratios = {
+  changes = {
     k: np.where(is_stable, measure_at(k)[:, 0], np.nan) for k in log2_scales
   }
   return list(
-    dict.fromkeys(_judge_ratios(traced, grad_outputs, ratios, is_exact))
+    dict.fromkeys(_judge_ratios(traced, grad_outputs, changes, is_exact))
   )
 
 

@@ -31,7 +31,6 @@ def outliers(*rows):
 # The fields of a report, and the lines with which it begins.
 CONCLUSIONS = {
   "a small error": ({}, [SMALL]),
-  "a warning": ({"warnings": ("No update.",)}, ["No update.", SMALL]),
   "nothing to compare": (
     {"reference_is_zero": True},
     ["All gradients are zero in float32, so there is nothing to compare."],

@@ -10,7 +10,6 @@ from unittest import mock
 
 from flax import nnx
 from helpers import hijax, on_host, parametrize_slow, train_steps, whole_steps
-from helpers.effects import pass_through_host
 from helpers.train_steps import make_step
 from helpers.whole_steps import BATCH, CAST, LARGE, PARAMS, SMALL
 import jax
@@ -199,20 +198,6 @@ def test_gradients_that_cannot_become_outputs_are_located(monkeypatch):
   traced = trace(*whole_steps.make_step("in a scan of one", SMALL))
   (location,) = set(traced.unreached_locations)
   assert location.startswith("scan at whole_st")
-
-
-@parametrize_slow("has_effect", [False], [False, True])
-def test_a_step_that_is_skipped_without_an_overflow_is_reported(has_effect):
-  def make(finite):
-    step, (params, state, batch) = make_linear_step(
-      update_kwargs={"grads_finite": finite}
-    )
-    host = pass_through_host if has_effect else lambda batch: batch
-    return lambda: step(params, state, host(batch))
-
-  with pytest.warns(UserWarning, match="update skips this step although its"):
-    assert find_overflow(make(False)) is None
-  assert find_overflow(make(True)) is None  # without a warning
 
 
 @pytest.mark.parametrize(

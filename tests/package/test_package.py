@@ -212,6 +212,7 @@ COMBINE_ENGINES = {
   "diagnostics.__init__",
   "diagnostics._check_step",
   "diagnostics._numeric_problems",
+  "diagnostics._wiring",
 }
 
 

@@ -27,7 +27,6 @@ from optax_lossscale.diagnostics import (
   _progress,
   _report_program,
   _reports,
-  _scaled_grads,
   _step_runs,
   _tracing,
 )
@@ -135,13 +134,10 @@ def compare_precision(
     )
     progress_line.set_description("running the function as trained")
     runs = _step_runs.StepRuns(traced, run, run(traced.inputs))
-    scaled_grads = _scaled_grads.find_scaled_grads(runs)
-    runs.traced = runs.traced._replace(outputs=scaled_grads.outputs)
     comparison = compare_runs(runs, progress_line, measures_all=True)
     if comparison is None:
       raise ValueError(_no_half_message(fun, traced))
-    warnings = [*map(str, scaled_grads.mistakes), *comparison.report.warnings]
-    return dataclasses.replace(comparison.report, warnings=tuple(warnings))
+    return comparison.report
 
 
 class ComparisonResult(NamedTuple):
@@ -149,11 +145,15 @@ class ComparisonResult(NamedTuple):
 
   Attributes:
     report: the report.
-    mistakes: mistakes in how a step uses its gradients.
+    outs: the outputs in float32, by their indices.
+    run: a function from the inputs to the outputs in float32.
+    is_exact: whether all of the function runs in float32 then.
   """
 
   report: _report.PrecisionComparison
-  mistakes: list[_reports.Problem]
+  outs: dict[int, Any]
+  run: Callable[[list[Any]], dict[int, Any]]
+  is_exact: bool
 
 
 def compare_runs(
@@ -198,14 +198,21 @@ def compare_runs(
     if layers:
       report = _report_layers(report, layers, eps)
     report = _excuse_amplified_errors(report, runs, layers, eps)
-  return ComparisonResult(report, runs.mistakes)
+  indices = list(itertools.compress(range(len(mask)), mask))
+  index = lambda outs: dict(zip(indices, outs, strict=True))
+  return ComparisonResult(
+    report,
+    index(runs.outs),
+    lambda inputs: index(runs.run(inputs)),
+    is_exact=not runs.limitations,
+  )
 
 
 def select_outputs(traced: _tracing.TracedFunction) -> list[bool]:
   """Return the mask of the outputs that a comparison needs."""
   compared = set(_output_errors.list_compared_indices(traced.outputs))
-  # The other kinds are needed to detect mistakes.
-  step_kinds = {"applied", "unscaled"} if traced.grad_outputs else set()
+  # Other reports read whether an unscaled gradient is finite.
+  step_kinds = {"unscaled"} if traced.grad_outputs else set()
   return [
     i in compared or output.kind in step_kinds
     for i, output in enumerate(traced.outputs)
@@ -238,7 +245,6 @@ def _build_report(
     array_errors=dict(zip(names, array_errors.tolist(), strict=True)),
     layers=(),
     limitations=tuple(dict.fromkeys([*limitations, *runs.limitations])),
-    warnings=tuple(map(str, runs.mistakes)),
     ill_conditioned_arrays=tuple(itertools.compress(names, runs.noise_mask)),
     inaccurate_arrays=tuple(names[i] for i in order if is_large[1 + i]),
     underflow_fraction=runs.underflow_fraction,

@@ -39,9 +39,6 @@ class PrecisionComparison(_reports.PrintedReport):
       :func:`check_step` measures layers only if an error is large, and after
       an overflow only those that overflow.
     limitations: the parts of the program that were not analyzed, in sentences.
-    warnings: mistakes in the training step as a whole, in sentences: ``update``
-      did not run, does not see an overflow, or receives gradients that are not
-      scaled as it expects.
     ill_conditioned_arrays: the names of arrays with an error that is expected
       of any rounding to this dtype, since the function amplifies roundings, and
       that no layer causes alone. The gradient of a bias in front of a
@@ -85,7 +82,6 @@ class PrecisionComparison(_reports.PrintedReport):
   array_errors: dict[str, float]
   layers: tuple[_reports.LayerPrecision, ...]
   limitations: tuple[str, ...]
-  warnings: tuple[str, ...] = ()
   ill_conditioned_arrays: tuple[str, ...] = ()
   inaccurate_arrays: tuple[str, ...] = ()
   underflow_fraction: float = 0.0
@@ -106,7 +102,6 @@ class PrecisionComparison(_reports.PrintedReport):
         for name in (
           "outliers",
           "limitations",
-          "warnings",
           "ill_conditioned_arrays",
           "inaccurate_arrays",
           "overflowing",
@@ -115,7 +110,7 @@ class PrecisionComparison(_reports.PrintedReport):
     }
 
   def __str__(self) -> str:
-    lines = [*self.warnings, *self._format_conclusion(), self._format_errors()]
+    lines = [*self._format_conclusion(), self._format_errors()]
     lines += self.limitations
     # After an overflow, most errors are infinite and do not identify a layer.
     has_overflow = self.overflowing or self.suggested_log2_scale_change < 0

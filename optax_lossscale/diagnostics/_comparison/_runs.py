@@ -10,8 +10,6 @@ import numpy as np
 from optax_lossscale.diagnostics import (
   _host_values,
   _progress,
-  _reports,
-  _scaling_mistakes,
   _tracing,
 )
 from optax_lossscale.diagnostics._comparison import (
@@ -49,7 +47,7 @@ class ReferenceRuns:
       bool[arrays].
     amplified_mask: whether each array has a large error that any rounding may
       cause, since the function amplifies roundings; bool[arrays].
-    mistakes: mistakes in how the step uses its gradients.
+    outs: the outputs in float32.
     underflow_fraction: the fraction of all compared entries that are zero as
       trained, but not in float32.
     table: the layers; None if they are not needed.
@@ -84,6 +82,7 @@ class ReferenceRuns:
       traced.closed_jaxpr, traced.inputs, self.table, measured
     )
     reference = self._run()
+    self.outs = reference.outs
     self.limitations = list(self._program.limitations)
     self.stats = _host_values.to_host(reference.stats)
     self._comparison = _output_errors.OutputComparison(
@@ -95,7 +94,6 @@ class ReferenceRuns:
       self._comparison.num_entries, 1
     )
     self.noise_mask, self.amplified_mask = self._judge_large_errors()
-    self.mistakes = self._find_mistakes(reference.outs, half_outs)
 
   @property
   def half_effects(self) -> np.ndarray:
@@ -128,7 +126,7 @@ class ReferenceRuns:
     unscaled_outs = [
       # With `grads_are_scaled`, an `update` receives gradients times the scale.
       x * np.asarray(2.0**-log2_factor, x.dtype)
-      if output.expected_ratio == 0.5
+      if output.tag_kind == "scaled_grads"
       else x
       for output, x in zip(self._traced.outputs, outs, strict=True)
     ]
@@ -171,20 +169,9 @@ class ReferenceRuns:
     )
     return is_noise, is_amplified & ~is_noise
 
-  def _find_mistakes(
-    self, reference_outs: Sequence[Any], half_outs: Sequence[Any]
-  ) -> list[_reports.Problem]:
-    """Return mistakes in how the step uses its gradients."""
-    mistakes: list[_reports.Problem] = []
-    for outs in reference_outs, half_outs:
-      mistakes += _scaling_mistakes.check_applied_flags(self._traced, outs)
-    mistakes += _scaling_mistakes.check_scale_invariance(
-      self._traced,
-      lambda inputs: self._program.run(inputs).outs,
-      reference_outs,
-      is_exact=not self.limitations,
-    )
-    return list(dict.fromkeys(mistakes))
+  def run(self, inputs: list[Any]) -> Sequence[Any]:
+    """Run the function in float32, with other inputs."""
+    return self._program.run(inputs).outs
 
   def _run(self, *, is_perturbed: bool = False) -> _program.RunResult:
     self._progress.set_description("running the function in float32")

@@ -31,9 +31,6 @@ from optax_lossscale.diagnostics import (
   _instrumented_program,
   _progress,
   _report_program,
-  _reports,
-  _scaled_grads,
-  _scaling_mistakes,
   _step_runs,
   _tracing,
 )
@@ -84,7 +81,7 @@ def find_overflow(
 
   What the function prints or logs appears once. A callback that returns
   something, such as an ``io_callback`` with a result, is called by each run,
-  and the report says so in its first line. Writes into a ``Ref`` of JAX are not
+  and ``find_overflow`` warns of it. Writes into a ``Ref`` of JAX are not
   followed: the operation that reads the ``Ref`` is reported. A primitive that
   is unknown to this package is reported as a whole.
 
@@ -99,11 +96,10 @@ def find_overflow(
     **kwargs: its keyword arguments.
 
   Returns:
-    None if all checked values are finite. ``find_overflow`` then warns if the
-    step is skipped nevertheless, ``update`` did not run, ``update`` received
-    gradients that are not scaled as it expects, or some gradients were not
-    analyzed. Otherwise an :class:`Overflow`: the first operation, in the order
-    of the program, that returned an inf or a NaN from finite inputs, and whose
+    None if all checked values are finite. ``find_overflow`` then warns if some
+    gradients were not analyzed. Otherwise an :class:`Overflow`: the first
+    operation, in the order of the program, that returned an inf or a NaN from
+    finite inputs, and whose
     inf or NaN reached a checked value. Further origins are in its field
     ``other_origins``. An inf that is written in the program is reported only if
     there is no other origin.
@@ -132,15 +128,13 @@ def find_overflow(
   with _tracing.trace_on_host(
     "find_overflow", fun, args, kwargs, progress=progress
   ) as (traced, progress_line):
-    search_result = search_traced(traced, progress_line)
-    scaling_mistakes = measure_scaling(search_result)
-  if search_result.origin is None:
-    for message in [
-      *map(str, [*search_result.mistakes, *scaling_mistakes]),
-      *search_result.limitations,
-    ]:
-      _warnings.warn(f"find_overflow found no inf or NaN. {message}")
-  return search_result.origin
+    result = search_traced(traced, progress_line)
+  if result.origin is None:
+    for limitation in result.limitations:
+      _warnings.warn(f"find_overflow found no inf or NaN. {limitation}")
+  elif _report_program.has_callback_with_result(traced.closed_jaxpr.jaxpr):
+    _warnings.warn(_REPEATED_CALLBACK)
+  return result.origin
 
 
 class SearchResult(NamedTuple):
@@ -148,21 +142,17 @@ class SearchResult(NamedTuple):
 
   Attributes:
     origin: the first origin; None if all results are finite.
-    mistakes: mistakes in how the step uses its gradients.
     limitations: why a program without an origin may still be wrong, in
       sentences.
-    runs: the runs of the program, with the loss scales of its gradients.
+    runs: the runs of the program.
     finite_runs: the same; if its outputs are not finite, with a loss scale with
       which they are, if there is any.
-    knows_scales: whether it is known how all gradients are scaled.
   """
 
   origin: _report.Overflow | None
-  mistakes: list[_reports.Problem]
   limitations: list[str]
   runs: _step_runs.StepRuns
   finite_runs: _step_runs.StepRuns
-  knows_scales: bool
 
 
 def search_traced(
@@ -196,22 +186,11 @@ def search_traced(
   finite_runs = runs
   if origins:
     origins, finite_runs = _assess_loss_scale(runs, origins)
-  scaled_grads = _scaled_grads.find_scaled_grads(finite_runs)
-  for x in runs, finite_runs:
-    x.traced = x.traced._replace(outputs=scaled_grads.outputs)
-  mistakes = [
-    *scaled_grads.mistakes,
-    *_scaling_mistakes.check_applied_flags(traced, record.outs),
-  ]
-  if not origins:
-    mistakes += _scaling_mistakes.check_needless_skip(traced, record.outs)
   return SearchResult(
-    origin=_join_origins(traced, origins, mistakes) if origins else None,
-    mistakes=mistakes,
+    origin=_join_origins(traced, origins) if origins else None,
     limitations=[] if origins else _describe_limitations(traced),
     runs=runs,
     finite_runs=finite_runs,
-    knows_scales=scaled_grads.is_known,
   )
 
 
@@ -285,18 +264,11 @@ def _is_below_min_scale(traced: _tracing.TracedFunction, factor: float) -> bool:
 
 
 def _join_origins(
-  traced: _tracing.TracedFunction,
-  origins: list[_report.Overflow],
-  mistakes: list[_reports.Problem],
+  traced: _tracing.TracedFunction, origins: list[_report.Overflow]
 ) -> _report.Overflow:
-  """Return the first origin, with the others, and with warnings."""
+  """Return the first origin, with the others."""
   first, *others = _disambiguate_names(traced, origins)
-  warnings = list(map(str, mistakes))
-  if _report_program.has_callback_with_result(traced.closed_jaxpr.jaxpr):
-    warnings.insert(0, _REPEATED_CALLBACK)
-  return dataclasses.replace(
-    first, other_origins=tuple(others), warnings=tuple(warnings)
-  )
+  return dataclasses.replace(first, other_origins=tuple(others))
 
 
 def _describe_limitations(traced: _tracing.TracedFunction) -> list[str]:
@@ -317,28 +289,6 @@ def _runs_on_local_devices(eqn: core.JaxprEqn) -> bool:
   """Return whether a ``shard_map`` runs on the devices of a single process."""
   mesh = getattr(_higher_order.parse_higher_order(eqn), "mesh", None)
   return isinstance(mesh, jax.sharding.Mesh) and not mesh.is_multi_process
-
-
-def measure_scaling(result: SearchResult) -> list[_reports.Problem]:
-  """Run a program with other loss scales: are its gradients unscaled once?
-
-  Args:
-    result: the result of the search in the program.
-
-  Returns:
-    Mistakes; empty if the program is correct, or its outputs are not finite.
-  """
-  if result.origin is not None:
-    return []
-  runs = result.runs
-  return _scaling_mistakes.check_scale_invariance(
-    runs.traced,
-    runs.run,
-    runs.outs,
-    is_exact=not _scaling_mistakes.has_narrow_range_eqn(
-      runs.traced.closed_jaxpr
-    ),
-  )
 
 
 def _disambiguate_names(

@@ -78,9 +78,6 @@ class Overflow(_reports.PrintedReport):
     inputs: an :class:`Operand` for each operand.
     other_origins: further origins, in the order of their discovery; origins
       that reach an ``update`` are first. Their ``other_origins`` are empty.
-    warnings: mistakes in the training step as a whole, in sentences: ``update``
-      did not run, does not see the overflow, or receives gradients that are not
-      scaled as it expects. Often empty.
     in_autocast: whether ``autocast`` runs this operation in half precision, so
       that ``keep_float32=`` applies to it.
     scale_factor: for an operation in the backward pass of a training step, the
@@ -106,7 +103,6 @@ class Overflow(_reports.PrintedReport):
   backward: bool
   inputs: tuple[_eqn_stats.Operand, ...]
   other_origins: tuple["Overflow", ...] = ()
-  warnings: tuple[str, ...] = ()
   in_autocast: bool = False
   scale_factor: float | None = None
   _context: Context = dataclasses.field(default=NO_CONTEXT, repr=False)
@@ -151,12 +147,11 @@ class Overflow(_reports.PrintedReport):
         for x in self.inputs
       ],
       "other_origins": [x.as_dict() for x in self.other_origins],
-      "warnings": list(self.warnings),
       "fix": self.fix,
     }
 
   def __str__(self) -> str:
-    lines = [*self.warnings, self._format_conclusion()]
+    lines = [self._format_conclusion()]
     if self.inputs:
       lines.append(f"Operands: {', '.join(map(str, self.inputs))}")
     if "/" in self.eqn_path and self.primitive != "argument":

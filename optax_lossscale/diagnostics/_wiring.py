@@ -1,10 +1,12 @@
-"""Check that a step returns what ``update`` computes, also after an overflow.
+"""Check how a step scales its gradients, and what it returns.
 
-A step that returns the old parameters or the old optimizer state does not
-train, and one that puts the old state back after an overflow never decreases
-its loss scale. The step runs with other loss scales: with inf, all gradients
-overflow; with the first power of two that is too large, only some do; with a
-smaller one, none do. The loss scale is an input, so nothing is compiled for it.
+The gradients that ``update`` receives must have been multiplied and divided by
+its loss scale (``_scaled_grads``, ``_scaling_mistakes``). A step that returns
+the old parameters or the old optimizer state does not train, and one that puts
+the old state back after an overflow never decreases its loss scale. The step
+runs with other loss scales: with inf, all gradients overflow; with the first
+power of two that is too large, only some do; with a smaller one, none do. The
+loss scale is an input, so nothing is compiled for it.
 """
 
 from collections.abc import Sequence
@@ -17,10 +19,13 @@ from optax_lossscale.diagnostics import (
   _param_sums,
   _reports,
   _returned_states,
+  _scaled_grads,
   _scaling_mistakes,
   _step_runs,
   _tracing,
 )
+from optax_lossscale.diagnostics._comparison import _compare_precision
+from optax_lossscale.diagnostics._overflow import _find_overflow
 
 _NOTHING_RETURNED = _reports.Problem(
   "The step returns neither new parameters nor a new opt_state, and changes no"
@@ -60,8 +65,77 @@ _DIFFERENT_SCALES = _reports.Problem(
 _LOG2_INCREASES = range(3, 34, 3)
 
 
-class ReturnedValues(NamedTuple):
+class Wiring(NamedTuple):
   """The result of the checks.
+
+  Attributes:
+    problems: the mistakes, the most important first.
+    limitations: what could not be checked, in sentences.
+    passed: what the step returns correctly, in sentences.
+    has_run: whether any ``update`` ran.
+    knows_scales: whether it is known how all gradients are scaled.
+  """
+
+  problems: list[_reports.Problem]
+  limitations: Sequence[str]
+  passed: Sequence[str]
+  has_run: bool
+  knows_scales: bool
+
+
+def check_wiring(
+  search: _find_overflow.SearchResult,
+  comparison: _compare_precision.ComparisonResult | None,
+) -> Wiring:
+  """Check how a step scales its gradients, and what it returns.
+
+  Args:
+    search: the search for an overflow in the step.
+    comparison: its comparison with float32, if it was compared.
+  """
+  traced, runs = search.runs.traced, search.runs
+  has_overflow = search.origin is not None
+  scaled_grads = _scaled_grads.find_scaled_grads(search.finite_runs)
+  returned = _check_returned_values(search.finite_runs, runs.outs)
+  mistakes = [
+    *returned.mistakes,
+    *scaled_grads.mistakes,
+    *_scaling_mistakes.check_applied_flags(traced, runs.outs),
+  ]
+  has_run = _scaling_mistakes.UPDATE_NOT_RUN not in mistakes
+  if not has_overflow:
+    mistakes += _scaling_mistakes.check_needless_skip(traced, runs.outs)
+    # A step may skip update on purpose, for example to accumulate gradients. It
+    # is a problem only together with an overflow: the branch may test for it.
+    if not has_run:
+      mistakes.remove(_scaling_mistakes.UPDATE_NOT_RUN)
+  if comparison is not None:
+    mistakes += _scaling_mistakes.check_scale_invariance(
+      traced,
+      scaled_grads.ratios,
+      comparison.run,
+      comparison.outs,
+      is_exact=comparison.is_exact,
+    )
+  elif not has_overflow:
+    mistakes += _scaling_mistakes.check_scale_invariance(
+      traced,
+      scaled_grads.ratios,
+      runs.run,
+      runs.outs,
+      is_exact=not _scaling_mistakes.has_narrow_range_eqn(traced.closed_jaxpr),
+    )
+  return Wiring(
+    problems=list(dict.fromkeys(mistakes)),
+    limitations=returned.limitations,
+    passed=returned.passed,
+    has_run=has_run,
+    knows_scales=scaled_grads.is_known,
+  )
+
+
+class _ReturnedValues(NamedTuple):
+  """The result of the checks of what a step returns.
 
   Attributes:
     mistakes: what the step returns wrongly.
@@ -74,9 +148,9 @@ class ReturnedValues(NamedTuple):
   passed: Sequence[str] = ()
 
 
-def check_returned_values(
+def _check_returned_values(
   runs: _step_runs.StepRuns, outs_of_args: Sequence[Any]
-) -> ReturnedValues:
+) -> _ReturnedValues:
   """Check what a step returns after an applied and after a skipped step.
 
   Args:
@@ -88,11 +162,11 @@ def check_returned_values(
   flags = _scaling_mistakes.read_applied_flags(traced, runs.outs)
   ran_indices = [i for i, flag in enumerate(flags) if (flag >= 0).any()]
   if traced.unreached_locations or not ran_indices:
-    return ReturnedValues()
+    return _ReturnedValues()
   params_mistakes = _applied_updates.check_dependence(runs, ran_indices)
   state_mistakes = _returned_states.check_dependence(runs, ran_indices)
   if params_mistakes is None and state_mistakes is None:
-    return ReturnedValues([_NOTHING_RETURNED])
+    return _ReturnedValues([_NOTHING_RETURNED])
   mistakes = [
     *(
       [_returned_states.NO_STATE] if state_mistakes is None else state_mistakes
@@ -104,15 +178,15 @@ def check_returned_values(
     ),
   ]
   if mistakes:
-    return ReturnedValues(mistakes)
+    return _ReturnedValues(mistakes)
   passed = ["the new parameters and the new loss-scale state are returned"]
   subject = "what the step returns after an overflow"
   if not traced.scale_indices:
     reason = "its loss scale is not among its arguments"
-    return ReturnedValues([], [f"{subject}, since {reason}"], passed)
+    return _ReturnedValues([], [f"{subject}, since {reason}"], passed)
   if runs.overflow_outs is None:
     reason = "it raises an error then"
-    return ReturnedValues([], [f"{subject}, since {reason}"], passed)
+    return _ReturnedValues([], [f"{subject}, since {reason}"], passed)
   return _check_runs(runs, runs.overflow_outs, outs_of_args, passed)
 
 
@@ -121,7 +195,7 @@ def _check_runs(
   overflow_outs: Sequence[Any],
   outs_of_args: Sequence[Any],
   passed: Sequence[str],
-) -> ReturnedValues:
+) -> _ReturnedValues:
   """Check a step by its runs with other loss scales.
 
   Args:
@@ -156,7 +230,7 @@ def _check_runs(
     _applied_updates.KEPT_BACK, _returned_states.WAITS
   }.isdisjoint(limitations)  # fmt: skip
   passed = [] if mistakes or is_kept else passed
-  return ReturnedValues(mistakes, limitations, passed)
+  return _ReturnedValues(mistakes, limitations, passed)
 
 
 def _find_hidden_overflows(
