@@ -1,6 +1,6 @@
 """Check by values that a step returns the loss-scale state of ``update``."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 import math
 from typing import Any
 
@@ -84,13 +84,6 @@ _ADJUSTED_TWICE = _reports.Problem(
   "Drop policy.adjust, since update adjusts the state, and return the opt_state"
   " that update returns.",
 )
-_FIRST_STATE_IN_LOOP = _reports.Problem(
-  "Each iteration of the loop starts update from the same state: {count}"
-  " skipped iterations in a row count as one, and the optimizer forgets all but"
-  " the last iteration.",
-  "Carry the opt_state through the loop together with the parameters:"
-  " jax.lax.scan(body, (params, opt_state), batches).",
-)
 WAITS = (
   "what the step returns: a condition keeps the old parameters and the old"
   " opt_state in this step. Check one in which update is applied."
@@ -171,7 +164,6 @@ def _has_old_inner_state(traced: _tracing.TracedFunction) -> bool:
 def check_after_overflow(
   runs: _step_runs.StepRuns,
   overflow_outs: Sequence[Any],
-  summed_updates: Collection[int],
 ) -> Iterator[_reports.Problem | str]:
   """Check the loss-scale states that come back after an overflow.
 
@@ -181,7 +173,6 @@ def check_after_overflow(
   Args:
     runs: the runs of the step.
     overflow_outs: its outputs after an overflow.
-    summed_updates: the updates that are added to parameters.
 
   Yields:
     Mistakes, and sentences on what could not be checked.
@@ -205,8 +196,6 @@ def check_after_overflow(
       yield _STATE_PUT_BACK
   elif is_waiting:
     yield WAITS
-  else:
-    yield from _check_loop(traced, overflow_outs, summed_updates)
 
 
 def _compare_counts(
@@ -282,34 +271,6 @@ def _find_moved(
   ]
   rows = [_host_values.find_different_rows(x, y, len(shape)) for x, y in pairs]
   return np.any(_host_values.to_host(rows) or [np.ones(shape, bool)], axis=0)
-
-
-def _check_loop(
-  traced: _tracing.TracedFunction,
-  overflow_outs: Sequence[Any],
-  summed_updates: Collection[int],
-) -> Iterator[_reports.Problem]:
-  """Check that the iterations of a loop hand on the state of `update`.
-
-  If the updates of all iterations are added to the parameters, the iterations
-  are steps one after the other.
-  """
-  regions = traced.get_regions()
-  in_loop = {
-    tag.group
-    for key, tag in traced.tags.items()
-    if tag.kind == "applied" and regions.list_loops(key)
-  }.intersection(summed_updates)
-  state_counts = traced.read_kind(overflow_outs, "state_skip_count")
-  flags = _scaling_mistakes.read_applied_flags(traced, overflow_outs)
-  new_counts = traced.read_kind(overflow_outs, "new_skip_count")
-  for i, (flag, count) in enumerate(zip(flags, new_counts, strict=False)):
-    skipped = count[flag == 0] if count.shape == flag.shape else count[:0]
-    is_scalar = all(x.size == 1 for x in state_counts)
-    has_several = i in in_loop and is_scalar and skipped.size > 1
-    if has_several and np.min(skipped) == np.max(skipped):
-      yield _reports.fill_in_names(_FIRST_STATE_IN_LOOP, count=skipped.size)
-      return
 
 
 def check_with_other_scales(

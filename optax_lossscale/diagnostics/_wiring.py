@@ -9,7 +9,7 @@ power of two that is too large, only some do; with a smaller one, none do. The
 loss scale is an input, so nothing is compiled for it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from optax_lossscale.diagnostics import (
@@ -204,15 +204,14 @@ def _check_runs(
     outs_of_args: its outputs for its arguments.
     passed: what is said of a step without mistakes.
   """
-  param_sums = _param_sums.ParamSums(runs)
-  summed_updates = {x.group for x in param_sums.sums}
+  param_sums = _param_sums.find_param_sums(runs)
   findings = [
     *_find_hidden_overflows(runs.traced, overflow_outs),
-    *_returned_states.check_after_overflow(runs, overflow_outs, summed_updates),
+    *_returned_states.check_after_overflow(runs, overflow_outs),
     *_applied_updates.check_changes(runs, overflow_outs),
-    *param_sums.find_mistakes(),
+    *param_sums.mistakes,
     *_check_copies(runs.traced, outs_of_args),
-    *_check_nan_state(runs, overflow_outs, param_sums),
+    *_check_nan_state(runs, overflow_outs, param_sums.names),
   ]
   mistakes = [x for x in findings if isinstance(x, _reports.Problem)]
   # An accumulator around the wrapper causes the other mistakes.
@@ -312,17 +311,23 @@ def _check_copies(
 def _check_nan_state(
   runs: _step_runs.StepRuns,
   overflow_outs: Sequence[Any],
-  param_sums: _param_sums.ParamSums,
+  param_indices: Collection[int],
 ) -> list[_reports.Problem]:
   """Check that an overflow makes no NaN in the state that a step returns.
 
   A state is a result that may replace an argument other than the parameters.
+
+  Args:
+    runs: the runs of the step.
+    overflow_outs: its outputs after an overflow.
+    param_indices: the indices of the parameters among the inputs.
   """
-  params = {x.param_index for x in param_sums.sums}
   get_type = lambda x: (x.shape, x.dtype)
   pairs = zip(runs.traced.input_names, runs.traced.inputs, strict=True)
   arguments = _outputs.index_arguments(
-    (name, get_type(x)) for i, (name, x) in enumerate(pairs) if i not in params
+    (name, get_type(x))
+    for i, (name, x) in enumerate(pairs)
+    if i not in param_indices
   )
   triples = zip(runs.traced.outputs, runs.outs, overflow_outs, strict=True)
   states = [

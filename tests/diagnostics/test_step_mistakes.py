@@ -31,7 +31,7 @@ QUICK = (
   "constant scale",
   "all put back",
   "old parameters",
-  "subtracted updates",
+  "sum in float16",
   "most updates lost",
 )
 QUICK_LOOKALIKES = "capped scale", "few updates lost", "selected parameters"

@@ -21,7 +21,6 @@ from helpers.train_steps import (
   make_population,
   make_step,
   PARAMS,
-  POLICY,
   prepare_result,
   prepare_step,
   scan_steps,
@@ -63,18 +62,6 @@ def _make_other_unscaling_step():
 
   state = TX.init(PARAMS)
   return step, (PARAMS, PARAMS, state, ols.set_loss_scale(state, 2.0), BATCH)
-
-
-def _make_shared_state_step():
-  """Two networks have one optimizer with one state."""
-  tx = ols.with_loss_scaling(optax.adam(0.1), POLICY)
-
-  @jax.jit
-  def step(params, others, state, batch):
-    params, state = train(params, state, batch, tx=tx)
-    return params, *train(others, state, batch, tx=tx)
-
-  return step, (PARAMS, {"w": PARAMS["w"].T}, tx.init(PARAMS), BATCH)
 
 
 def _make_optimizers_step():
@@ -143,17 +130,6 @@ def _make_member_step():
 
   step, args = make_population(*make_step())
   return lambda *args: take_first(step(*args)), args
-
-
-def _make_first_state_epoch():
-  """Each iteration starts from the state of the epoch."""
-  step, args = make_step()
-
-  def epoch(params, state, batch):
-    body = lambda carry, _: (step(carry[0], state, batch), None)
-    return lax.scan(body, (params, state), length=3)[0]
-
-  return jax.jit(epoch), args
 
 
 def _make_task_step():
@@ -320,16 +296,10 @@ MISTAKES = {
   ("last of 2 members overflows", "Return the state of each member"): {
     "state of the first member": _make_member_step
   },
-  ("starts update from the same state", "Carry the opt_state"): {
-    "first state in a loop": _make_first_state_epoch
-  },
   ("is selected by whether the step before", "Pass the new state"): {
     "mean selected by the old state": _prepare_mean(
       lambda old_state, new_state: old_state
     )
-  },
-  ("share one opt_state", "Call tx.init for each"): {
-    "two networks with one state": _make_shared_state_step
   },
 }
 

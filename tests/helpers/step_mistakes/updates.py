@@ -36,23 +36,10 @@ def _quantize(params):
   return {"w": jnp.round(params["w"] * 100).astype(jnp.int8)}
 
 
-def _subtract(old, new):
-  # The new parameters minus twice the update.
-  return jax.tree.map(lambda a, b: 2 * a - b, old[0], new[0]), new[1]
-
-
-def _average(old, new):
-  return optax.incremental_update(new[0], old[0], 0.01)
-
-
 def _add_in_half(old, new):
   half = lambda x: x.astype(jnp.float16)
   add = lambda p, new: (half(p) + half(new - p)).astype(jnp.float32)
   return jax.tree.map(add, old[0], new[0]), new[1]
-
-
-def _keep_head(old, new, finite):
-  return {**new[0], "head": old[0]["head"]}, new[1]
 
 
 def _keep_head_sometimes(old, new, finite):
@@ -97,11 +84,6 @@ def _embedding_loss(params, ids):
 _APPLY = "params = optax.apply_updates(params, updates)"
 
 MISTAKES = {
-  ("next to an average of the new ones", _APPLY): {
-    "old parameters next to an average": prepare_result(
-      lambda old, new: (old[0], _average(old, new), new[1])
-    )
-  },
   ("was rounded to half precision", "Add in float32"): {
     "sum in float16": prepare_result(_add_in_half)
   },
@@ -124,12 +106,6 @@ MISTAKES = {
         new[1],
       )
     )
-  },
-  ("returns the old head, although its update is not zero", _APPLY): {
-    "old parameters of one layer": prepare_two_layers(make_result=_keep_head)
-  },
-  ("The updates are subtracted", "Add them"): {
-    "subtracted updates": prepare_result(_subtract)
   },
   (
     "No parameter changes, although the updates are not zero",
