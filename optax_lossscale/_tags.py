@@ -55,11 +55,14 @@ class Tag(NamedTuple):
     leaf_index: the index of the leaf in its tree; 0 for the first.
     path: the path of the leaf in the tree, such as ``blocks/0``. For the scale
       of an `update`, the lowest scale of its policy; empty if unknown.
+    call: the number of the call of `update` or of `value_and_grad` among those
+      of the program. Only a report knows it (see ``diagnostics/_outputs``).
   """
 
   kind: str
   leaf_index: int
   path: str
+  call: int = 0
 
 
 def tag_tree(kind: TagKind, tree: Any) -> Any:
@@ -102,15 +105,15 @@ def tag_scale(
 
 def format_tag(tag: Tag) -> str:
   """Return the name of a value with this tag."""
-  return f"{_PREFIX}{tag.kind}|{tag.leaf_index}|{tag.path}"
+  return f"{_PREFIX}{tag.kind}|{tag.call}|{tag.leaf_index}|{tag.path}"
 
 
 def parse_tag(name: str) -> Tag | None:
   """Parse the name of a tag; return None for names that are not tags."""
   if not name.startswith(_PREFIX):
     return None
-  kind, leaf_index, path = name.removeprefix(_PREFIX).split("|", 2)
-  return Tag(kind, int(leaf_index), path)
+  kind, call, leaf_index, path = name.removeprefix(_PREFIX).split("|", 3)
+  return Tag(kind, int(leaf_index), path, int(call))
 
 
 def _tag_if_traced(tag: Tag, leaf: Any) -> Any:

@@ -92,7 +92,8 @@ def harvest_tagged_values(
     select_capture: takes a tag, and returns the function of the tagged value
       whose result becomes an output; None if the tag is not harvested.
     is_optional: whether values with a tag may be left out silently, if they
-      can't be returned, or if another tag returns the same value unchanged.
+      can't be returned, or if another tag returns the value itself and this one
+      only a function of it.
 
   Returns:
     A :class:`HarvestedJaxpr`.
@@ -133,6 +134,7 @@ class _Harvester:
     harvested_eqns = [
       _HarvestedEqn([eqn])
       if returned_vars.intersection(eqn.outvars)
+      and self._get_capture(eqn) is not UNCHANGED
       and self._is_optional(str(get_tag(eqn)))
       else self._harvest_eqn(eqn, jaxpr, location, cond_branches)
       for eqn in jaxpr.eqns
@@ -216,6 +218,40 @@ class _Harvester:
     """Return the capture of a tag equation; None if it isn't harvested."""
     tag = get_tag(eqn)
     return None if tag is None else self._select_capture(tag)
+
+
+def rename_tags(
+  closed_jaxpr: _eqns.ClosedJaxpr, rename: Callable[[str], str]
+) -> _eqns.ClosedJaxpr:
+  """Rename the tags of a program, in program order.
+
+  A jaxpr that is called twice becomes two jaxprs, with tags of their own.
+
+  Args:
+    closed_jaxpr: the program.
+    rename: takes a tag, and returns its new name.
+  """
+  search = _walk.EqnSearch(
+    lambda eqn: get_tag(eqn) is not None, _eqns.subjaxprs
+  )
+
+  def rename_in_eqn(eqn: core.JaxprEqn) -> core.JaxprEqn:
+    tag = get_tag(eqn)
+    if tag is not None:
+      new_params = {"name": rename(tag)}
+      return _eqns.replace_params(eqn, _eqns.get_hi_primitive(eqn), new_params)
+    if not search.any_inside(eqn):
+      return eqn
+    return _eqns.map_subjaxprs(eqn, rename_in_jaxpr)
+
+  def rename_in_jaxpr(jaxpr: _eqns.AnyJaxpr) -> _eqns.AnyJaxpr:
+    eqns = _eqns.close_jaxpr(jaxpr).jaxpr.eqns
+    return _eqns.replace_jaxpr_fields(
+      jaxpr, eqns=list(map(rename_in_eqn, eqns))
+    )
+
+  renamed: Any = rename_in_jaxpr(closed_jaxpr)
+  return renamed
 
 
 def get_tag(eqn: core.JaxprEqn) -> str | None:

@@ -12,7 +12,6 @@ from optax_lossscale.diagnostics import (
   _host_values,
   _outputs,
   _reports,
-  _scaling_mistakes,
   _step_runs,
 )
 
@@ -100,12 +99,10 @@ def check_changes(
   """
   traced = runs.traced
   triples = list(zip(traced.outputs, runs.outs, overflow_outs, strict=True))
-  flags = _scaling_mistakes.read_applied_flags(traced, runs.outs)
-  overflow_flags = _scaling_mistakes.read_applied_flags(traced, overflow_outs)
-  for i, (flag, overflow_flag) in enumerate(
-    zip(flags, overflow_flags, strict=True)
-  ):
-    if not ((flag == 1).all() and (overflow_flag == 0).all()):
+  updates_after = traced.read_updates(overflow_outs)
+  for i, update in runs.updates.items():
+    is_applied = (update.applied == 1).all()
+    if not is_applied or not (updates_after[i].applied == 0).all():
       continue
     pairs = [
       (x, y)

@@ -14,7 +14,6 @@ import numpy as np
 from optax_lossscale.diagnostics import (
   _host_values,
   _reports,
-  _scaling_mistakes,
   _step_runs,
   _tracing,
 )
@@ -219,10 +218,9 @@ def find_zero_grad_problems(
   indices = list(_list_zero_grads(runs.traced, runs.outs))
   log2_decrease = _find_scale_with_grads(runs, indices) if indices else None
   for k in indices:
-    num_updates = len(runs.traced.select_kind(runs.outs, "applied"))
-    subject = (
-      f"All gradients of update [{k}]" if num_updates > 1 else ("All gradients")
-    )
+    subject = "All gradients"
+    if len(runs.updates) > 1:
+      subject += f" of update [{k}]"
     if log2_decrease is not None:
       yield _reports.Problem(
         f"{subject} are zero at this loss scale, but not if it is lower by a"
@@ -265,13 +263,12 @@ def _list_zero_grads(
   traced: _tracing.TracedFunction, outs: Sequence[Any]
 ) -> Iterator[int]:
   """Yield the updates that ran and receive only zeros."""
-  applied_flags = _scaling_mistakes.read_applied_flags(traced, outs)
-  for i, flag in enumerate(applied_flags):
+  for i, update in traced.read_updates(outs).items():
     grads = [
       out
       for output, out in zip(traced.outputs, outs, strict=True)
       if output.kind == "grads" and output.group == i
     ]
     is_zero = not _host_values.is_any_nonzero(grads)
-    if (flag >= 0).any() and grads and is_zero:
+    if update.has_run and grads and is_zero:
       yield i

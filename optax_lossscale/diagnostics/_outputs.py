@@ -5,6 +5,7 @@ arguments, and values with a tag, such as the gradients that ``update`` receives
 (see ``_tags``).
 """
 
+import collections
 from collections.abc import (
   Callable,
   Collection,
@@ -25,6 +26,11 @@ from optax_lossscale._jaxprs import _eqns, _regions, _tagged_values, _walk
 RETURNED_KINDS = ("result", "argument")
 # The tags that show what becomes of the results of ``update``.
 _UPDATE_KINDS = {"new_updates", "new_scale", "new_skip_count"}
+# The tags that a call of ``update`` makes.
+_KINDS_OF_UPDATE = {
+  *_UPDATE_KINDS, "update_scale", "fixed_update_scale", "grads", "scaled_grads",
+  "applied", "updates", "masked_updates",
+}  # fmt: skip
 # The tags whose values are left out if they cannot become outputs.
 _OPTIONAL_KINDS = {
   *_UPDATE_KINDS, "update_scale", "fixed_update_scale", "loss", "unscaled"
@@ -189,20 +195,22 @@ def is_optional_tag(name: str) -> bool:
 def as_outputs(
   tagged_values: list[_tagged_values.TaggedValue],
 ) -> list[Output]:
-  """Return outputs for tagged values, with the number of their ``update``.
+  """Return outputs for tagged values.
 
-  If there are several updates, names begin with this number: ``[0]/``.
+  If there are several calls of ``update``, names begin with the number of
+  theirs: ``[0]/``.
   """
-  counter = _GroupCounter()
   outputs = []
   for name, branches in tagged_values:
     tag = _tags.parse_tag(name)
     assert tag is not None  # Values with other tags are not captured.
-    kind, group = counter.assign_group(tag)
-    outputs.append(Output(kind, tag.path, group, branches, tag.kind))
+    kind, call = _get_group(tag)
+    outputs.append(Output(kind, tag.path, call, branches, tag.kind))
+  groups = {TagGroup(out.kind, out.group) for out in outputs}
+  num_calls = collections.Counter(kind for kind, _ in groups)
   return [
     out._replace(name=f"[{out.group}]/{out.name}")
-    if counter.current_groups[out.kind]
+    if num_calls[out.kind] > 1
     else out
     for out in outputs
   ]
@@ -326,40 +334,50 @@ def describe_dependence(
 
 
 class TagGroup(NamedTuple):
-  """The kind of a tag, and the index of the call that made it."""
+  """The kind of a tag, and the number of the call that made it."""
 
   kind: str
   group: int
 
 
 def list_tags(regions: _regions.Regions) -> dict[_regions.Key, TagGroup]:
-  """Return the tags of a program by position, in the order of the program."""
-  counter = _GroupCounter()
-  tags = {}
-  for key, eqn in sorted(regions.eqns.items()):
-    tag = _tags.parse_tag(_tagged_values.get_tag(eqn) or "")
-    if tag is not None:
-      tags[key] = counter.assign_group(tag)
-  return tags
+  """Return the tags of a program by position."""
+  tags = {
+    key: _tags.parse_tag(_tagged_values.get_tag(eqn) or "")
+    for key, eqn in regions.eqns.items()
+  }
+  return {key: _get_group(tag) for key, tag in tags.items() if tag is not None}
 
 
-class _GroupCounter:
-  """Counts the calls that made tags.
+def _get_group(tag: _tags.Tag) -> TagGroup:
+  kind = tag.kind.removeprefix("scaled_").removeprefix("fixed_")
+  return TagGroup(kind, tag.call)
 
-  The leaves of a call are in ascending order, so a lower index begins another.
+
+def number_calls(closed_jaxpr: _eqns.ClosedJaxpr) -> _eqns.ClosedJaxpr:
+  """Write the number of the call into each tag of a program.
+
+  All tags of a call of `update` have the same number.
   """
+  calls: dict[str, int] = {}
+  seen: dict[str, set[tuple[str, int]]] = {}
 
-  def __init__(self) -> None:
-    self._last_index: dict[str, int] = {}
-    self.current_groups: dict[str, int] = {}
+  def rename(name: str) -> str:
+    tag = _tags.parse_tag(name)
+    if tag is None:
+      return name
+    source = "update" if tag.kind in _KINDS_OF_UPDATE else tag.kind
+    seen_in_call = seen.setdefault(source, set())
+    key = tag.kind, tag.leaf_index
+    # Each value of a call has one tag, and the scale of an `update` the first.
+    begins = key in seen_in_call or tag.kind.endswith("update_scale")
+    if begins and seen_in_call:
+      calls[source] = calls.get(source, 0) + 1
+      seen_in_call.clear()
+    seen_in_call.add(key)
+    return _tags.format_tag(tag._replace(call=calls.get(source, 0)))
 
-  def assign_group(self, tag: _tags.Tag) -> TagGroup:
-    """Return the group of the next tag of a program."""
-    kind = tag.kind.removeprefix("scaled_").removeprefix("fixed_")
-    if tag.leaf_index <= self._last_index.get(kind, tag.leaf_index):
-      self.current_groups[kind] = self.current_groups.get(kind, -1) + 1
-    self._last_index[kind] = tag.leaf_index
-    return TagGroup(kind, self.current_groups[kind])
+  return _tagged_values.rename_tags(closed_jaxpr, rename)
 
 
 def split_name(name: str) -> tuple[str, ...]:

@@ -118,19 +118,18 @@ class _Experiment:
 
   def __init__(self, runs: _step_runs.StepRuns) -> None:
     self._runs, self._traced = runs, runs.traced
-    applied_flags = _scaling_mistakes.read_applied_flags(runs.traced, runs.outs)
     self._grads = {
       i: output
       for i, output in enumerate(runs.traced.outputs)
       if output.kind == "grads"
-      and (applied_flags[output.group] == 1).any()
+      and output.group in runs.updates
+      and (runs.updates[output.group].applied == 1).any()
       and _host_values.is_any_nonzero([runs.outs[i]])
     }
     self.scales_by_grad: dict[int, set[int]] = {i: set() for i in self._grads}
     self._scales_by_update: dict[int, set[int]] = {}
     self._zeros_after_overflow: set[int] = set()
     self._halved_outs: dict[int, dict[int, Any]] = {}
-    update_scales = self._traced.read_kind(runs.outs, "update_scale")
     for index in runs.traced.scale_indices:
       outs = (
         runs.overflow_outs
@@ -146,9 +145,9 @@ class _Experiment:
       self._zeros_after_overflow |= {
         i for i in self._grads if not _host_values.is_any_nonzero([outs[i]])
       }
-      scales_after = self._traced.read_kind(outs, "update_scale")
-      for k, scale in enumerate(scales_after):
-        if np.array_equal(scale, update_scales[k]):
+      for k, update in self._traced.read_updates(outs).items():
+        scale = update.update_scale
+        if np.array_equal(scale, runs.updates[k].update_scale):
           continue
         self._scales_by_update.setdefault(k, set()).add(index)
         # An earlier update of this step may have decreased the scale.

@@ -90,58 +90,26 @@ def check_applied_flags(
   Returns:
     Mistakes; empty if the step is correct.
   """
-  applied_outputs = [out for out in traced.outputs if out.kind == "applied"]
-  flags = read_applied_flags(traced, outs)
-  applied_flags = list(zip(applied_outputs, flags, strict=True))
-  if not applied_flags:
+  updates = traced.read_updates(outs).values()
+  if not updates:
     return []
-  # Flags are negative if `update` did not run, 0 if it skipped the step, 1 if
-  # it applied it. An `update` is not missing if another branch replaced it.
-  flag_values = np.concatenate(
-    [
-      flag[~_compute_replaced_mask(out, flag, applied_flags)]
-      for out, flag in applied_flags
-    ]
-  )
-  if (flag_values < 0).all():
+  if not any(x.has_run for x in updates):
     return [UPDATE_NOT_RUN]
   unscaled_grads = traced.select_kind(outs, "unscaled")
   has_overflow = not _host_values.all_finite(unscaled_grads)
   # If any `update` skipped its step, it may have received the overflow. If one
   # did not run, such as behind an accumulation, it may receive the overflow in
   # a later step. So the overflow is only hidden if all updates were applied.
-  return [_HIDDEN_OVERFLOW] if has_overflow and (flag_values == 1).all() else []
+  is_applied = all((x.applied == 1).all() for x in updates)
+  return [_HIDDEN_OVERFLOW] if has_overflow and is_applied else []
 
 
 def check_needless_skip(
   traced: _tracing.TracedFunction, outs: Sequence[Any]
 ) -> list[_reports.Problem]:
   """Check that no `update` skipped a step whose outputs are finite."""
-  flags = read_applied_flags(traced, outs)
-  is_skipped = any((flag == 0).any() for flag in flags)
+  is_skipped = any(x.has_skipped for x in traced.read_updates(outs).values())
   return [_NEEDLESS_SKIP] if is_skipped else []
-
-
-def read_applied_flags(
-  traced: _tracing.TracedFunction, outs: Sequence[Any]
-) -> list[np.ndarray]:
-  """Return the flags of each `update`: 1 or 0, or -1 if it did not run."""
-  return traced.read_kind(outs, "applied")
-
-
-def _compute_replaced_mask(
-  output: _outputs.Output,
-  flag: np.ndarray,
-  applied_flags: list[tuple[_outputs.Output, np.ndarray]],
-) -> np.ndarray:
-  """Return whether an `update` in another branch ran instead of this one."""
-  mask = np.zeros(flag.shape, bool)
-  for other_output, other_flag in applied_flags:
-    branches = dict(other_output.branches)
-    if any(branches.get(cond, i) != i for cond, i in output.branches):
-      has_run = other_flag >= 0
-      mask |= has_run if has_run.shape == flag.shape else has_run.any()
-  return mask & (flag < 0)
 
 
 def check_scale_invariance(

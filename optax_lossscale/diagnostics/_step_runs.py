@@ -78,6 +78,11 @@ class StepRuns:
     self.traced = self.traced._replace(scale_indices=indices)
 
   @functools.cached_property
+  def updates(self) -> dict[int, _tracing.UpdateRecord]:
+    """What each `update` did, by the number of its call."""
+    return self.traced.read_updates(self.outs)
+
+  @functools.cached_property
   def overflow_outs(self) -> Sequence[Any] | None:
     """The outputs with loss scales of inf; None if the step raises an error."""
     return self.run_with_overflow(self.traced.scale_indices)

@@ -34,6 +34,48 @@ from optax_lossscale.diagnostics import (
 )
 
 
+class UpdateRecord(NamedTuple):
+  """What a call of `update` did in a run, as arrays on the host.
+
+  Those of a loop are stacked.
+
+  Attributes:
+    applied: 1 or 0, or -1 if the call did not run.
+    update_scale: the loss scale that it received.
+    new_scale: the loss scale that it returned.
+    new_skip_count: the number of skipped steps that it returned.
+  """
+
+  applied: np.ndarray
+  update_scale: np.ndarray
+  new_scale: np.ndarray
+  new_skip_count: np.ndarray
+
+  @property
+  def has_run(self) -> bool:
+    """Whether it ran."""
+    return bool((self.applied >= 0).any())
+
+  @property
+  def has_skipped(self) -> bool:
+    """Whether it skipped a step."""
+    return bool((self.applied == 0).any())
+
+
+class StateRecord(NamedTuple):
+  """A loss-scale state that a step returned, as arrays on the host.
+
+  Attributes:
+    calls: the calls of `update` whose loss scale may have reached it.
+    scale: its loss scale.
+    skip_count: its number of skipped steps.
+  """
+
+  calls: frozenset[int]
+  scale: np.ndarray
+  skip_count: np.ndarray
+
+
 class TracedFunction(NamedTuple):
   """A traced function.
 
@@ -79,6 +121,29 @@ class TracedFunction(NamedTuple):
   def grad_outputs(self) -> list[_outputs.Output]:
     """The gradients that an optimizer receives."""
     return [output for output in self.outputs if output.kind == "grads"]
+
+  def read_updates(self, outs: Sequence[Any]) -> dict[int, "UpdateRecord"]:
+    """Return what each call of `update` did, by its number."""
+    values: dict[int, dict[str, Any]] = {}
+    for output, x in zip(self.outputs, outs, strict=True):
+      if output.kind in UpdateRecord._fields:
+        values.setdefault(output.group, {})[output.kind] = x
+    return {
+      call: UpdateRecord(**record)
+      for call, record in _host_values.to_host(values).items()
+      if len(record) == len(UpdateRecord._fields)
+    }
+
+  def read_states(self, outs: Sequence[Any]) -> list["StateRecord"]:
+    """Return the loss-scale states among the results."""
+    states = {
+      x.group: x.new_scales for x in self.outputs if x.kind == "state_scale"
+    }
+    scales, counts = map(
+      functools.partial(self.read_kind, outs),
+      ("state_scale", "state_skip_count"),
+    )
+    return list(map(StateRecord, states.values(), scales, counts))
 
   def select_kind(self, outs: Sequence[Any], kind: str) -> list[Any]:
     """Return the values of the outputs of one kind."""
@@ -216,7 +281,7 @@ def trace(
   inputs, input_names = call.inputs, call.input_names
   _check_inputs(caller, input_names, inputs, allow_abstract)
   trace_fun = lambda fun: jax.make_jaxpr(functools.partial(call, fun))(*inputs)
-  closed_jaxpr = _trace_or_unwrap(caller, fun, trace_fun)
+  closed_jaxpr = _outputs.number_calls(_trace_or_unwrap(caller, fun, trace_fun))
   harvest = _tagged_values.harvest_tagged_values(
     closed_jaxpr,
     functools.partial(_outputs.get_capture_fn, check_results),

@@ -159,8 +159,7 @@ def _check_returned_values(
       high.
   """
   traced = runs.traced
-  flags = _scaling_mistakes.read_applied_flags(traced, runs.outs)
-  ran_indices = [i for i, flag in enumerate(flags) if (flag >= 0).any()]
+  ran_indices = [i for i, update in runs.updates.items() if update.has_run]
   if traced.unreached_locations or not ran_indices:
     return _ReturnedValues()
   params_mistakes = _applied_updates.check_dependence(runs, ran_indices)
@@ -169,7 +168,9 @@ def _check_returned_values(
     return _ReturnedValues([_NOTHING_RETURNED])
   mistakes = [
     *(
-      [_returned_states.NO_STATE] if state_mistakes is None else state_mistakes
+      [_returned_states.make_mistake()]
+      if state_mistakes is None
+      else state_mistakes
     ),
     *(
       [_applied_updates.NO_PARAMS]
@@ -220,7 +221,7 @@ def _check_runs(
   # Further runs, which are not needed if there is a mistake.
   mistakes = (
     mistakes
-    or _returned_states.check_with_other_scales(runs)
+    or _returned_states.check_with_lower_scale(runs)
     or _check_larger_scales(runs)
     or _check_flags(runs)
   )
@@ -255,8 +256,7 @@ def _check_larger_scales(
   groups = {group for _, group in unscaled}
   for log2_increase in _LOG2_INCREASES if groups else ():
     outs = runs.run_with_factor(2.0**log2_increase)
-    flags = _scaling_mistakes.read_applied_flags(traced, outs)
-    if any((flag == 0).any() for flag in flags):
+    if any(x.has_skipped for x in traced.read_updates(outs).values()):
       break
     indices = _host_values.list_nonfinite([outs[i] for i, _ in unscaled])
     # A step may try again with a smaller scale, so that only the first

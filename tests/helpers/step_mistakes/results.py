@@ -13,6 +13,7 @@ import optax
 
 from helpers.step_mistakes.states import make_gan_step, POLICIES
 from helpers.train_steps import (
+  apply_updates,
   BATCH,
   loss_fn,
   make_population,
@@ -21,6 +22,7 @@ from helpers.train_steps import (
   prepare_result,
   prepare_step,
   scan_steps,
+  train,
   TX,
   where,
 )
@@ -43,6 +45,23 @@ def _put_back_scale(new_state, state):
 
 def put_back_all(old, new, finite):
   return where(finite, new, old)
+
+
+def _make_critic_step(*, puts_back):
+  """The critic trains twice, and then the generator."""
+
+  @jax.jit
+  def step(generator, critic, state, other, batch):
+    for _ in range(2):
+      critic, other = train(critic, other, batch)
+    grads = ols.grad(loss_fn, state)(generator, batch)
+    generator, new = apply_updates(TX, grads, generator, state)
+    if puts_back:
+      new = where(ols.all_finite(grads), new, state)
+    return generator, critic, new, other
+
+  state = TX.init(PARAMS)
+  return step, (PARAMS, PARAMS, state, state, BATCH)
 
 
 _puts_back = functools.partial(prepare_step, make_result=put_back_all)
@@ -123,10 +142,10 @@ def raise_if(find_fault, choose=lambda old, new: new):
   return prepare_step(make_result=make_result)
 
 
-_RETURN = "updates, opt_state = tx.update(grads, opt_state, params)"
+_RETURN = "Return it unchanged: updates, opt_state = tx.update(grads, opt_state"
 
 MISTAKES = {
-  ("returns an old loss-scale state", _RETURN): {
+  ("does not return the opt_state that update returns. So", _RETURN): {
     "old state": prepare_result(lambda old, new: (new[0], old[1])),
     "train state with the old state": prepare_result(
       lambda old, new: as_train_state(new[0], old[1])
@@ -146,25 +165,20 @@ MISTAKES = {
     "old state in the carry of a scan": prepare_step(
       wrap=lambda step: scan_steps(step, lambda old, new: (new[0], old[1]))
     ),
-  },
-  ("does not return the opt_state", _RETURN): {
     "no state": prepare_result(lambda old, new: new[0]),
   },
-  ("returns an old state of the inner optimizer", _RETURN): {
+  ("its inner_state is the old one", _RETURN): {
     "old inner state": prepare_result(_keep_inner_state, inner=optax.adam(1e-2))
   },
-  ("returns a constant loss scale", "Call ols.set_loss_scale once, before"): {
+  ("with a lower loss scale, its scale is 1024 in place of 1", _RETURN): {
     "constant scale": prepare_result(
       lambda old, new: (new[0], ols.set_loss_scale(new[1], 2.0**10))
     )
   },
-  ("the step adjusts the loss-scale state again", "Drop policy.adjust"): {
+  ("after an overflow, it counts 2 skipped steps in place of 1", _RETURN): {
     "adjusted twice": prepare_result(_adjust_again)
   },
-  (
-    "After an overflow the step returns the old loss-scale state",
-    "Return the opt_state",
-  ): {
+  ("after an overflow, it counts 0 skipped steps in place of 1", _RETURN): {
     "all put back": _puts_back(),
     **{
       f"all put back with {name}": _puts_back(policy=policy)
@@ -185,6 +199,9 @@ MISTAKES = {
         where(finite, new[1], _put_back_scale(new[1], old[1])),
       )
     ),
+    "state of the generator put back": functools.partial(
+      _make_critic_step, puts_back=True
+    ),
     "NNX optimizer put back in place": functools.partial(
       _make_nnx_step, puts_back=True
     ),
@@ -193,7 +210,7 @@ MISTAKES = {
     "part of a step": _make_loss_step,
     "NNX step under jax.jit": _make_nnx_step_under_jax_jit,
   },
-  ("returns a higher loss scale than update does", "min_scale="): {
+  ("its scale is 32768 in place of 128", "min_scale="): {
     "scale with a floor": prepare_result(
       _limit_scale(jnp.maximum, 2.0**15), policy=ols.DynamicLossScale()
     )
@@ -212,6 +229,9 @@ LOOKALIKES = {
   "leaves": prepare_result(lambda old, new: jax.tree.leaves(new)),
   "state of the best step, too": prepare_step(
     make_result=lambda old, new, finite: (new, where(finite & False, new, old))
+  ),
+  "critic that trains twice": functools.partial(
+    _make_critic_step, puts_back=False
   ),
   "capped scale": prepare_result(_limit_scale(jnp.minimum, 2.0**20)),
   "metric of the shape of a parameter that is NaN": prepare_result(

@@ -293,7 +293,7 @@ MISTAKES = {
       wrap_tx=lambda tx: optax.MultiSteps(tx, 4).gradient_transformation(),
     )
   },
-  ("last of 2 members overflows", "Return the state of each member"): {
+  ("its scale is 64 in place of 1", "Return it unchanged"): {
     "state of the first member": _make_member_step
   },
   ("is selected by whether the step before", "Pass the new state"): {
