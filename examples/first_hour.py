@@ -91,12 +91,12 @@ def make_train_step(dtype):
     optimizer.update(model, grads)
     # What stands outside of the optimizer keeps still on a skipped step.
     stats = nnx.state(model, nnx.BatchStat)
-    nnx.update(model, ols.select_if_finite(optimizer, stats, old_stats))
+    nnx.update(model, ols.select_if_applied(optimizer, stats, old_stats))
     params = nnx.state(model, nnx.Param)
     moved = optax.incremental_update(params, average, 0.01)
-    average = ols.select_if_finite(optimizer, moved, average)
+    average = ols.select_if_applied(optimizer, moved, average)
     nothing = jnp.full_like(loss, jnp.nan)
-    return average, ols.select_if_finite(optimizer, loss, nothing)
+    return average, ols.select_if_applied(optimizer, loss, nothing)
 
   return train_step
 

@@ -61,7 +61,7 @@ def train_step(state, images, labels):
   (loss, stats), grads = value_and_grad_fn(state.params, state, images, labels)
   new_state = state.apply_gradients(grads=grads)
   # The old statistics on a skipped step, and no number instead of a wrong one.
-  stats, logged = ols.select_if_finite(
+  stats, logged = ols.select_if_applied(
     new_state, (stats, loss), (state.batch_stats, jnp.full_like(loss, jnp.nan))
   )
   return new_state.replace(batch_stats=stats), logged

@@ -114,7 +114,7 @@ def train_step(params, opt_state, images, labels):
   # Numbers of a skipped step may be inf or NaN, and each mean with them.
   applied = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
   nothing = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), applied)
-  metrics = ols.select_if_finite(opt_state, applied, nothing)
+  metrics = ols.select_if_applied(opt_state, applied, nothing)
   metrics |= ols.loss_scale_metrics(opt_state, policy=POLICY)
   return optax.apply_updates(params, updates), opt_state, metrics
 

@@ -33,7 +33,7 @@ from optax_lossscale._scaling import (
 from optax_lossscale._state import (
   get_loss_scale_state,
   LossScaleState,
-  select_if_finite,
+  select_if_applied,
   set_loss_scale,
 )
 from optax_lossscale._wrapper import with_loss_scaling, WithLossScalingState
@@ -65,7 +65,7 @@ __all__ = [
   "loss_scale_metrics",
   "raise_if_stuck",
   "scale_loss",
-  "select_if_finite",
+  "select_if_applied",
   "set_loss_scale",
   "unscale_grads",
   "value_and_grad",

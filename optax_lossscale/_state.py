@@ -122,7 +122,7 @@ def set_loss_scale(tree: _Tree, value: jax.typing.ArrayLike) -> _Tree:
   return jax.tree_util.tree_map_with_path(replace, tree)
 
 
-def select_if_finite(state: Any, new: Any, old: _Tree) -> _Tree:
+def select_if_applied(state: Any, new: Any, old: _Tree) -> _Tree:
   """Selects between two pytrees by whether the last step was applied.
 
   Use it for everything outside the optimizer that must not change on a skipped
@@ -151,15 +151,15 @@ def select_if_finite(state: Any, new: Any, old: _Tree) -> _Tree:
     >>> state = ols.DynamicLossScale().init()
     >>> state = ols.DynamicLossScale().adjust(state, jnp.array(False))
     >>> old, new = {"mean": jnp.array(1.0)}, {"mean": jnp.array(jnp.nan)}
-    >>> print(ols.select_if_finite(state, new, old)["mean"])
+    >>> print(ols.select_if_applied(state, new, old)["mean"])
     1.0
   """
   finite = get_loss_scale_state(state).last_finite
   if jnp.shape(finite):
     raise ValueError(
-      "select_if_finite expects the state of one loss scale, got last_finite of"
-      f" shape {jnp.shape(finite)}. Call select_if_finite inside vmap or pmap,"
-      " or map it: jax.vmap(select_if_finite)(state, new, old)."
+      "select_if_applied expects the state of one loss scale, got last_finite"
+      f" of shape {jnp.shape(finite)}. Call select_if_applied inside vmap or"
+      " pmap, or map it: jax.vmap(select_if_applied)(state, new, old)."
     )
   structure: Any = jax.tree.structure(new)
   if structure != jax.tree.structure(old):

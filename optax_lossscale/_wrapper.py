@@ -58,7 +58,8 @@ def with_loss_scaling(
   and only the loss-scale state changes: the updates are -0.0, which changes no
   bit of a parameter, and the inner state is kept. Nothing is read back to the
   host. On CPU any sum may make a subnormal parameter zero;
-  :func:`~optax_lossscale.select_if_finite` preserves subnormal parameters, too.
+  :func:`~optax_lossscale.select_if_applied` preserves subnormal parameters,
+  too.
 
   Wrap the whole chain. Clipping outside could hide an overflow, and weight
   decay outside would act on a skipped step.

@@ -21,7 +21,7 @@ _NOT_RETURNED = _reports.Problem(
   "Return it unchanged: updates, opt_state = tx.update(grads, opt_state,"
   " params). with_loss_scaling keeps the old optimizer state of a skipped step."
   " Select only other state, such as batch statistics, with"
-  " ols.select_if_finite. Bounds are arguments of the policy:"
+  " ols.select_if_applied. Bounds are arguments of the policy:"
   " ols.DynamicLossScale(min_scale=..., max_scale=...).",
 )
 MULTI_STEPS = _reports.Problem(

@@ -39,13 +39,13 @@ _NAN_STATE = _reports.Problem(
   " average or a norm. If it reaches update, every later step is skipped.",
   "Put it inside of the wrapper, as in"
   " ols.with_loss_scaling(optax.chain(optax.trace(0.9), inner)), or keep its"
-  " old value in a skipped step: ols.select_if_finite(opt_state, new, old).",
+  " old value in a skipped step: ols.select_if_applied(opt_state, new, old).",
 )
 _OLD_FLAG = _reports.Problem(
   "The result {name} is selected by whether the step before this one was"
-  " applied: select_if_finite received the opt_state from before update.",
+  " applied: select_if_applied received the opt_state from before update.",
   "Pass the new state: updates, opt_state = tx.update(grads, opt_state,"
-  " params), and then ols.select_if_finite(opt_state, new, old).",
+  " params), and then ols.select_if_applied(opt_state, new, old).",
 )
 _DIFFERENT_COPIES = _reports.Problem(
   "The copies of the result {name} on different devices are not equal, so the"

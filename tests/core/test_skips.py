@@ -137,7 +137,7 @@ def run_skipped_step(optimizer, params, jitted, select):
   def step(params, state, grads):
     updates, state = tx.update(grads, state, params)
     new = optax.apply_updates(params, updates)
-    return ols.select_if_finite(state, new, params) if select else new
+    return ols.select_if_applied(state, new, params) if select else new
 
   grads = (params + np.nan).astype(params.dtype)
   step = jax.jit(step) if jitted else step

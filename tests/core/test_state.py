@@ -81,7 +81,7 @@ def test_the_scale_is_float32_in_every_mode(x64):
     zoo = {name: jnp.ones((), x) for name, x in leaves.items()}
     ols.unscale_grads(ols.scale_loss(zoo, state), state)
     ols.all_finite([params, zoo, 1.0])
-    ols.select_if_finite(state, params, params)
+    ols.select_if_applied(state, params, params)
     ols.loss_scale_metrics(ols.set_loss_scale(state, 2))
     return (params, params, state), (grads, updates, after)
 
@@ -162,13 +162,13 @@ def test_setting_the_scale_of_many_members_sets_each():
     lambda t: ols.set_loss_scale(t, 2.0),
     lambda t: ols.scale_loss(1.0, t),
     lambda t: ols.unscale_grads(1.0, t),
-    lambda t: ols.select_if_finite(t, 1, 1),
+    lambda t: ols.select_if_applied(t, 1, 1),
     lambda t: ols.value_and_grad(lambda x: x, t),
     lambda t: ols.grad(lambda x: x, t),
   ],
   ids=[
     *("get_loss_scale_state", "loss_scale_metrics", "set_loss_scale"),
-    *("scale_loss", "unscale_grads", "select_if_finite"),
+    *("scale_loss", "unscale_grads", "select_if_applied"),
     *("value_and_grad", "grad"),
   ],
 )
@@ -183,7 +183,7 @@ def test_no_scale_or_two_is_an_error_that_says_what_to_do(get):
 
 
 @pytest.mark.parametrize("finite", [True, False])
-def test_select_if_finite_takes_one_side_bit_by_bit(finite):
+def test_select_if_applied_takes_one_side_bit_by_bit(finite):
   """The result has the containers of the second argument."""
   state = ols.DynamicLossScale().init()._replace(last_finite=np.bool_(finite))
   frozen = flax.core.FrozenDict
@@ -197,16 +197,16 @@ def test_select_if_finite_takes_one_side_bit_by_bit(finite):
   applied = [arrays, *(first(leaves) for first, _ in containers)]
   skipped = [other_arrays, *(second(others) for _, second in containers)]
   expected = [arrays, *(second(leaves) for _, second in containers)]
-  got = jax.jit(ols.select_if_finite)(state, applied, skipped)
+  got = jax.jit(ols.select_if_applied)(state, applied, skipped)
   assert has_same_bits(got, expected if finite else skipped)
 
 
-def test_select_if_finite_keeps_the_dtypes_and_the_float0_of_skipped():
+def test_select_if_applied_keeps_the_dtypes_and_the_float0_of_skipped():
   state = ols.FixedLossScale(1.0).init()
-  got = ols.select_if_finite(state, jnp.float16(2), jnp.float32(1))
+  got = ols.select_if_applied(state, jnp.float16(2), jnp.float32(1))
   assert (got, got.dtype) == (2, jnp.float32)
   skipped = np.zeros(2, jax.dtypes.float0)
-  assert ols.select_if_finite(state, skipped.copy(), skipped) is skipped
+  assert ols.select_if_applied(state, skipped.copy(), skipped) is skipped
 
 
 DIFFERENT = r"must be equal in leaves that are not arrays.*got .* at mode"
@@ -225,18 +225,20 @@ DIFFERENT = r"must be equal in leaves that are not arrays.*got .* at mode"
     ({"mode": 1.0}, {"mode": "train"}, DIFFERENT),
   ],
 )
-def test_select_if_finite_names_a_leaf_that_it_cannot_select(new, old, message):
+def test_select_if_applied_names_a_leaf_that_it_cannot_select(
+  new, old, message
+):
   state = ols.DynamicLossScale().init()
   for finite in np.True_, np.False_:
     with pytest.raises(ValueError, match=message):
-      ols.select_if_finite(state._replace(last_finite=finite), new, old)
+      ols.select_if_applied(state._replace(last_finite=finite), new, old)
 
 
-def test_select_if_finite_keeps_equal_leaves_that_are_not_arrays():
+def test_select_if_applied_keeps_equal_leaves_that_are_not_arrays():
   state = ols.DynamicLossScale().init()
   word = "".join(["tr", "ain"])  # equal, and another object
   applied, skipped = {"f": abs, "mode": word}, {"f": abs, "mode": "train"}
-  assert ols.select_if_finite(state, applied, skipped) == skipped
+  assert ols.select_if_applied(state, applied, skipped) == skipped
 
 
 def test_metrics_are_scalars_with_the_names_of_the_state():
@@ -326,14 +328,14 @@ def test_the_log2_is_exact_for_every_power_of_two():
   np.testing.assert_allclose(log2_of(np.float32(3)), np.log2(3), rtol=1e-6)
 
 
-def test_select_if_finite_says_what_to_do_with_a_state_that_is_mapped():
+def test_select_if_applied_says_what_to_do_with_a_state_that_is_mapped():
   policy = ols.DynamicLossScale()
   adjust = lambda finite: policy.adjust(policy.init(), finite)
   state = jax.jit(jax.vmap(adjust))(np.array([True, False, True]))
   new, old = np.ones(3, np.float32), np.zeros(3, np.float32)
   message = r"got last_finite of shape \(3,\).*or map it: jax.vmap"
   with pytest.raises(ValueError, match=message):
-    ols.select_if_finite(state, new, old)
+    ols.select_if_applied(state, new, old)
   # As the message says.
-  got = jax.jit(jax.vmap(ols.select_if_finite))(state, new, old)
+  got = jax.jit(jax.vmap(ols.select_if_applied))(state, new, old)
   assert got.tolist() == [1, 0, 1]

@@ -50,7 +50,7 @@ def step(state, batch):
   grad_fn = ols.value_and_grad(loss_fn, state, has_aux=True)
   (loss, batch_stats), grads = grad_fn(state.params, state, batch)
   new = state.apply_gradients(grads=grads)
-  batch_stats = ols.select_if_finite(new, batch_stats, state.batch_stats)
+  batch_stats = ols.select_if_applied(new, batch_stats, state.batch_stats)
   return new.replace(batch_stats=batch_stats), loss
 
 
@@ -125,5 +125,5 @@ def test_an_fp8_model_trains_as_without_scaling_and_skips_by_the_recipe():
   assert_same_bits(after.params["params"], scaled.params["params"])
   leaves = jax.tree.leaves(after.params)
   assert not all(np.isfinite(leaf).all() for leaf in leaves)
-  kept = ols.select_if_finite(after, after.params, scaled.params)
+  kept = ols.select_if_applied(after, after.params, scaled.params)
   assert_same_bits(kept, scaled.params)

@@ -46,7 +46,7 @@ def train_step(model, optimizer, x, y):
   loss, grads = differentiate(model, x, y)
   optimizer.update(model, grads)
   new = nnx.state(model, nnx.BatchStat)
-  nnx.update(model, ols.select_if_finite(optimizer, new, old))
+  nnx.update(model, ols.select_if_applied(optimizer, new, old))
   return loss
 
 

@@ -98,7 +98,7 @@ IN_A_STEP = {
   ols.grad,
   ols.keep_float32,
   ols.scale_loss,
-  ols.select_if_finite,
+  ols.select_if_applied,
   ols.unscale_grads,
   ols.value_and_grad,
   ols.with_loss_scaling,

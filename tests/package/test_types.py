@@ -42,7 +42,7 @@ ols.loss_scale_metrics(state, policy="dynamic", steps=1)
 ols.raise_if_stuck(state, max_consecutive_skips=8)
 loss, grads = ols.value_and_grad(ols.autocast(loss_fn), state)(params, x)
 grads = ols.grad(loss_fn, state, (0,))(params, x=x, weight=2.0)
-params = ols.select_if_finite(state, params, params)
+params = ols.select_if_applied(state, params, params)
 value: jax.Array = loss
 check = ols.diagnostics.check_step(loss_fn, params, x, progress=False)
 fixes: list[str] = [problem.fix for problem in check.problems]
@@ -65,7 +65,7 @@ ols.autocast(dtype=jnp.float16)(loss_fn)(params)  # mistake
 half_loss_fn(params, x)  # mistake
 ols.keep_float32(loss_fn)(params)  # mistake
 text: str = ols.value_and_grad(loss_fn, state)(params, x)[0]  # mistake
-text = ols.select_if_finite(state, params, params)  # mistake
+text = ols.select_if_applied(state, params, params)  # mistake
 with ols.autocast():  # mistake
   pass
 """

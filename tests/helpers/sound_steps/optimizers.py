@@ -96,13 +96,13 @@ def _restart_moments(old, new, count):
 def _add_average(old, new, average):
   """An average of the parameters outside of the optimizer."""
   new_average = optax.incremental_update(new[0], average, 0.01)
-  return *new, ols.select_if_finite(new[1], new_average, average)
+  return *new, ols.select_if_applied(new[1], new_average, average)
 
 
 def _add_metrics(old, new):
   """Metrics of the loss scale, and NaN as the loss of a skipped step."""
   loss = loss_fn(old[0], BATCH)
-  loss = ols.select_if_finite(new[1], loss, jnp.full_like(loss, jnp.nan))
+  loss = ols.select_if_applied(new[1], loss, jnp.full_like(loss, jnp.nan))
   return *new, ols.loss_scale_metrics(new[1], policy="dynamic"), loss
 
 
@@ -110,7 +110,7 @@ def _add_best_loss(old, new, best_loss):
   """The best loss so far is inf before the first step."""
   loss = loss_fn(old[0], BATCH)
   new_best_loss = jnp.minimum(loss, best_loss)
-  return *new, ols.select_if_finite(new[1], new_best_loss, best_loss), loss
+  return *new, ols.select_if_applied(new[1], new_best_loss, best_loss), loss
 
 
 STEPS = {

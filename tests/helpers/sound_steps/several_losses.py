@@ -68,7 +68,7 @@ def dqn():
       TX, loss_fn, params, opt_state, target, batch
     )
     new_target = optax.incremental_update(params, target, 0.05)
-    target = ols.select_if_finite(opt_state, new_target, target)
+    target = ols.select_if_applied(opt_state, new_target, target)
     return params, target, opt_state, loss
 
   return train_step, (PARAMS, PARAMS, TX.init(PARAMS), batch)

@@ -124,7 +124,7 @@ def batch_norm():
   def train_step(model, model_state, opt_state, images, labels):
     args = model, opt_state, model_state, images, labels
     model, opt_state, (_, new_state) = _train(loss_fn, *args, has_aux=True)
-    new_state = ols.select_if_finite(opt_state, new_state, model_state)
+    new_state = ols.select_if_applied(opt_state, new_state, model_state)
     return model, new_state, opt_state
 
   images, labels = make_image_batch()

@@ -35,7 +35,7 @@ def _make_step(make_layers, loss_of_outputs, batch):
       ols.autocast(loss_fn), opt_state, has_aux=True
     )(params, others, batch)
     updates, opt_state = tx.update(grads, opt_state, params)
-    others = ols.select_if_finite(opt_state, new_others, others)
+    others = ols.select_if_applied(opt_state, new_others, others)
     return optax.apply_updates(params, updates), others, opt_state, loss
 
   params = [v.value for v in model.trainable_variables]

@@ -77,7 +77,7 @@ def batch_stats_and_average():
     )(state.params)
     new = state.apply_gradients(grads=grads)
     average = optax.incremental_update(new.params, state.average, 0.01)
-    batch_stats, average = ols.select_if_finite(
+    batch_stats, average = ols.select_if_applied(
       new, (batch_stats, average), (state.batch_stats, state.average)
     )
     return new.replace(batch_stats=batch_stats, average=average), loss

@@ -100,7 +100,7 @@ def batch_norm():
     old = jax.tree.map(jnp.asarray, nnx.state(model, nnx.BatchStat))
     loss = _train(loss_fn, model, optimizer)
     new = nnx.state(model, nnx.BatchStat)
-    nnx.update(model, ols.select_if_finite(optimizer, new, old))
+    nnx.update(model, ols.select_if_applied(optimizer, new, old))
     return loss
 
   return train_step, (model, optimizer, *make_image_batch())

@@ -190,8 +190,8 @@ MISTAKES = {
         finite, lambda: as_train_state(*new), lambda: as_train_state(*old)
       )
     ),
-    "state put back by select_if_finite": prepare_result(
-      lambda old, new: (new[0], ols.select_if_finite(new[1], new[1], old[1]))
+    "state put back by select_if_applied": prepare_result(
+      lambda old, new: (new[0], ols.select_if_applied(new[1], new[1], old[1]))
     ),
     "scale put back": prepare_step(
       make_result=lambda old, new, finite: (

@@ -114,7 +114,7 @@ def _prepare_mean(choose_state):
   def make_result(old, new, mean):
     state = choose_state(old[1], new[1])
     new_mean = 0.9 * mean + 0.1 * jnp.mean(BATCH, 0)
-    return *new, ols.select_if_finite(state, new_mean, mean)
+    return *new, ols.select_if_applied(state, new_mean, mean)
 
   return prepare_result(make_result, extra=(np.zeros(4, np.float32),))
 
@@ -259,7 +259,7 @@ MISTAKES = {
       )
     ),
   },
-  ("is NaN, and stays so", "ols.select_if_finite(opt_state, new, old)"): {
+  ("is NaN, and stays so", "ols.select_if_applied(opt_state, new, old)"): {
     "average of gradients": functools.partial(
       _make_average_step, lambda state, new, old: new
     )
@@ -315,7 +315,7 @@ LOOKALIKES = {
   **{name: prepare_step(policy=policy) for name, policy in POLICIES.items()},
   "selected mean": _prepare_mean(lambda old_state, new_state: new_state),
   "selected average of gradients": functools.partial(
-    _make_average_step, ols.select_if_finite
+    _make_average_step, ols.select_if_applied
   ),
   "momentum inside of the wrapper": prepare_step(
     inner=optax.chain(optax.trace(0.9), optax.sgd(0.1))
