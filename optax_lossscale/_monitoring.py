@@ -11,7 +11,7 @@ from optax_lossscale import _arrays, _checks, _policies, _state, _transfer_guard
 
 @_transfer_guard.allow_transfers
 def loss_scale_metrics(
-  tree: Any,
+  state: Any,
   *,
   policy: _policies.PolicyLike | None = None,
   steps: jax.typing.ArrayLike | None = None,
@@ -25,7 +25,7 @@ def loss_scale_metrics(
   cannot decrease any further.
 
   Args:
-    tree: a :class:`LossScaleState`, or any pytree that holds exactly one.
+    state: a :class:`LossScaleState`, or any pytree that holds exactly one.
     policy: the ``loss_scale`` argument of :func:`with_loss_scaling`.
     steps: the number of calls of ``update`` since ``init``.
 
@@ -44,7 +44,7 @@ def loss_scale_metrics(
 
   Raises:
     TypeError: if ``policy`` or ``steps`` is of the wrong type.
-    ValueError: if one is out of range, or ``tree`` does not hold exactly one
+    ValueError: if one is out of range, or ``state`` does not hold exactly one
       loss-scale state.
 
   Examples:
@@ -55,7 +55,7 @@ def loss_scale_metrics(
      'loss_scale': 32768.0, 'notfinite_count': 0, 'step_skipped': 0.0,
      'total_notfinite': 0}
   """
-  metrics = _state.get_loss_scale_state(tree)._asdict()
+  metrics = _state.get_loss_scale_state(state)._asdict()
   del metrics["policy_state"]
   scale, was_skipped = metrics["loss_scale"], ~metrics["last_finite"]
   metrics["log2_loss_scale"] = _policies.log2(scale)

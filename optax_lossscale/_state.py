@@ -44,11 +44,11 @@ class LossScaleState(NamedTuple):
   policy_state: Any = ()
 
 
-def get_loss_scale_state(tree: Any) -> LossScaleState:
+def get_loss_scale_state(state: Any) -> LossScaleState:
   """Returns the one loss-scale state that a pytree holds.
 
   Args:
-    tree: a :class:`LossScaleState`, or any pytree that holds exactly one: an
+    state: a :class:`LossScaleState`, or any pytree that holds exactly one: an
       optimizer state, Flax's ``TrainState``, an ``nnx.Optimizer``, or the
       nested dict of a checkpoint.
 
@@ -56,7 +56,7 @@ def get_loss_scale_state(tree: Any) -> LossScaleState:
     The :class:`LossScaleState`, with plain arrays as its leaves.
 
   Raises:
-    ValueError: if the tree holds none, or more than one.
+    ValueError: if ``state`` holds none, or more than one.
 
   Examples:
     >>> import optax
@@ -66,30 +66,30 @@ def get_loss_scale_state(tree: Any) -> LossScaleState:
     >>> print(ols.get_loss_scale_state(opt_state).loss_scale)
     32768.0
   """
-  _, state = _find_single_state(tree)
-  return _unwrap_variables(state)
+  _, loss_scale_state = _find_single_state(state)
+  return _unwrap_variables(loss_scale_state)
 
 
 @_transfer_guard.allow_transfers
-def set_loss_scale(tree: _Tree, value: jax.typing.ArrayLike) -> _Tree:
-  """Returns the tree with another loss scale in it.
+def set_loss_scale(state: _Tree, value: jax.typing.ArrayLike) -> _Tree:
+  """Returns the state with another loss scale in it.
 
   ``finite_count``, which counts from the last change of the scale, restarts at
   0. All other counts are kept. At the next step, the policy clips the scale to
   its bounds.
 
   Args:
-    tree: a pytree that holds exactly one :class:`LossScaleState`, such as the
-      state of an optimizer, or a Flax ``TrainState``.
+    state: a :class:`LossScaleState`, or any pytree that holds exactly one, such
+      as the state of an optimizer, or a Flax ``TrainState``.
     value: the new scale, a number in [2**-126, 2**126]. A traced value is
       clipped to this range, and a traced NaN leaves the scale unchanged.
 
   Returns:
-    A tree of the same structure, shapes, dtypes and shardings.
+    A pytree of the same structure, shapes, dtypes and shardings.
 
   Raises:
     TypeError: if ``value`` is not a number.
-    ValueError: if ``value`` is out of range, or ``tree`` does not hold exactly
+    ValueError: if ``value`` is out of range, or ``state`` does not hold exactly
       one loss-scale state.
 
   Examples:
@@ -101,7 +101,7 @@ def set_loss_scale(tree: _Tree, value: jax.typing.ArrayLike) -> _Tree:
     1024.0
   """
   _checks.check_scale("value", value)
-  prefix, _ = _find_single_state(tree)
+  prefix, _ = _find_single_state(state)
 
   def replace(path: Any, leaf: Any) -> Any:
     subpath = path[len(prefix) :] if path[: len(prefix)] == prefix else ()
@@ -119,7 +119,7 @@ def set_loss_scale(tree: _Tree, value: jax.typing.ArrayLike) -> _Tree:
       return jnp.zeros_like(leaf)
     return leaf
 
-  return jax.tree_util.tree_map_with_path(replace, tree)
+  return jax.tree_util.tree_map_with_path(replace, state)
 
 
 def select_if_applied(state: Any, new: Any, old: _Tree) -> _Tree:

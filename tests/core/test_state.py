@@ -1,5 +1,6 @@
 """The state as a pytree: stable types, tolerant of any leaf, found anywhere."""
 
+import functools
 import pickle
 from typing import NamedTuple
 
@@ -159,12 +160,13 @@ def test_setting_the_scale_of_many_members_sets_each():
   [
     ols.get_loss_scale_state,
     ols.loss_scale_metrics,
-    lambda t: ols.set_loss_scale(t, 2.0),
-    lambda t: ols.scale_loss(1.0, t),
-    lambda t: ols.unscale_grads(1.0, t),
-    lambda t: ols.select_if_applied(t, 1, 1),
-    lambda t: ols.value_and_grad(lambda x: x, t),
-    lambda t: ols.grad(lambda x: x, t),
+    ols.raise_if_stuck,
+    functools.partial(ols.set_loss_scale, value=2.0),
+    functools.partial(ols.scale_loss, 1.0),
+    functools.partial(ols.unscale_grads, 1.0),
+    functools.partial(ols.select_if_applied, new=1, old=1),
+    functools.partial(ols.value_and_grad, lambda x: x),
+    functools.partial(ols.grad, lambda x: x),
   ],
   ids=[
     *("get_loss_scale_state", "loss_scale_metrics", "set_loss_scale"),
@@ -179,7 +181,7 @@ def test_no_scale_or_two_is_an_error_that_says_what_to_do(get):
     (two, r"holds 2: at \['d'\], \['g'\]. Pass only"),
   ):
     with pytest.raises(ValueError, match=message):
-      get(tree)
+      get(state=tree)
 
 
 @pytest.mark.parametrize("finite", [True, False])
