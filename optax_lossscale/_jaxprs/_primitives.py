@@ -128,7 +128,7 @@ def _trace_convert_eqn(dtype: Any) -> core.JaxprEqn:
   return eqn
 
 
-def count_flops(eqn: core.JaxprEqn) -> int | None:
+def count_eqn_flops(eqn: core.JaxprEqn) -> int | None:
   """Count the FLOPs of a matmul or convolution.
 
   A multiplication and an addition are two FLOPs. As in XLA's cost analysis, the

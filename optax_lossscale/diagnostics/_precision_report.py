@@ -6,9 +6,10 @@ executions.
 """
 
 import collections
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 import dataclasses
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 from jax.extend import core
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from optax_lossscale.diagnostics import (
   _reports,
   _tracing,
 )
+from optax_lossscale.diagnostics._comparison import _layers
 
 # The jaxpr inside of these primitives only combines two numbers. It is not
 # counted as a body that runs.
@@ -100,7 +102,7 @@ class PrecisionReport(_reports.PrintedReport):
       for dtype, count in self.flops.items()
     ]
     unconverted = [
-      _reports.format_location_cells(row)
+      _reports.format_location_cells(row, has_line=not row.param_path)
       | {
         "operand dtype": row.dtype,
         "count": str(row.run_count),
@@ -201,20 +203,6 @@ def precision_report(
   return report_traced(traced, target_dtype)
 
 
-class _MatmulStats(NamedTuple):
-  """The matmuls or convolutions of one equation.
-
-  Attributes:
-    operand_dtype: the dtype of the operands; the wider one of two.
-    flops: the flops of all of them.
-    visit: the equation, with its location and the number of its executions.
-  """
-
-  operand_dtype: str
-  flops: int
-  visit: _walk.EqnVisit
-
-
 def report_traced(
   traced: _tracing.TracedFunction, dtype: np.dtype
 ) -> PrecisionReport:
@@ -229,25 +217,30 @@ def report_traced(
     for location in traced.cond_branch_locations
   ]
   limitations += list(filter(None, map(_describe_limitation, visits)))
-  all_matmuls = _collect_matmuls(visits)
-  matmuls = [x for x in all_matmuls if not _is_in_optimizer(x.visit)]
+  all_matmuls = _list_matmuls(visits)
+  matmuls = [x for x in all_matmuls if not _is_in_optimizer(x)]
+  layers = _layers.group_by_layer(matmuls, _get_operand_dtype)
   flops: collections.Counter[str] = collections.Counter()
-  for matmul in matmuls:
-    flops[matmul.operand_dtype] += matmul.flops
-  is_converted = lambda matmul: _is_as_narrow(matmul.operand_dtype, dtype)
+  for layer in layers:
+    flops[str(layer.dtype)] += layer.flops
   total_flops = flops.total()
-  flops_in_dtype = sum(x.flops for x in filter(is_converted, matmuls))
-  unconverted = [x for x in matmuls if not is_converted(x)]
-  has_autocast = any(x.visit.location.autocast_dtype for x in matmuls)
+  unconverted = [x for x in layers if not _is_as_narrow(x.dtype, dtype)]
+  unconverted.sort(key=lambda layer: layer.flops, reverse=True)
+  flops_in_dtype = total_flops - sum(x.flops for x in unconverted)
+  has_autocast = any(x.in_autocast for x in layers)
+  get_fraction = functools.partial(_get_fraction, total_flops=total_flops)
   return PrecisionReport(
     dtype=str(dtype),
     total_flops=total_flops,
-    fraction=_get_fraction(flops_in_dtype, total_flops),
+    fraction=get_fraction(flops_in_dtype),
     flops=dict(flops.most_common()),
-    unconverted=_merge_rows(_build_rows(matmuls, is_converted), total_flops),
-    can_autocast=not has_autocast and any(map(_is_castable, unconverted)),
+    unconverted=tuple(
+      x.as_row(fraction=get_fraction(x.flops)) for x in unconverted
+    ),
+    can_autocast=not has_autocast
+    and any(_is_castable(x.eqn) for layer in unconverted for x in layer.visits),
     limitations=tuple(dict.fromkeys(limitations)),
-    optimizer_flops=sum(x.flops for x in all_matmuls) - total_flops,
+    optimizer_flops=_layers.count_flops(all_matmuls) - total_flops,
   )
 
 
@@ -259,76 +252,20 @@ def _is_in_optimizer(visit: _walk.EqnVisit) -> bool:
   )
 
 
-def _is_as_narrow(operand_dtype: str, dtype: np.dtype) -> bool:
+def _is_as_narrow(operand_dtype: np.dtype, dtype: np.dtype) -> bool:
   """Return whether a dtype is another one, or has fewer bits."""
-  np_dtype = jnp.dtype(operand_dtype)
-  if jnp.issubdtype(np_dtype, jnp.inexact):
-    bits = jnp.finfo(np_dtype).bits
+  if jnp.issubdtype(operand_dtype, jnp.inexact):
+    bits = jnp.finfo(operand_dtype).bits
   else:  # finfo does not know integers and booleans.
-    bits = 8 * np_dtype.itemsize
-  return np_dtype == dtype or bits < jnp.finfo(dtype).bits
+    bits = 8 * operand_dtype.itemsize
+  return operand_dtype == dtype or bits < jnp.finfo(dtype).bits
 
 
-def _is_castable(matmul: _MatmulStats) -> bool:
+def _is_castable(eqn: core.JaxprEqn) -> bool:
   """Return whether `autocast` could cast the operands of a matmul."""
-  eqn = matmul.visit.eqn
-  operand_avals: list[Any] = [v.aval for v in (*eqn.invars[:2], *eqn.outvars)]
+  avals: Any = (v.aval for v in (*eqn.invars[:2], *eqn.outvars))
   return _primitives.has_castable_dtypes(eqn) and all(
-    aval.dtype == jnp.float32 for aval in operand_avals
-  )
-
-
-def _build_rows(
-  matmuls: list[_MatmulStats], is_converted: Callable[[_MatmulStats], bool]
-) -> Iterator[_reports.LayerPrecision]:
-  """Yield a row for each matmul that is not in the dtype of the report."""
-  locations = [matmul.visit.location for matmul in matmuls]
-  names_and_lines = _provenance.make_unique_labels(
-    [(x.names, x.is_backward) for x in locations]
-  )
-  for matmul, location, (name, source_line) in zip(
-    matmuls, locations, names_and_lines, strict=True
-  ):
-    if is_converted(matmul):
-      continue
-    # Without a parameter path, several layers may share a scope, so the name
-    # includes the line.
-    if not location.names.param_path and not name.endswith(source_line):
-      name = _provenance.format_location(
-        location.names.candidate_labels()[0], source_line
-      )
-    yield _reports.LayerPrecision(
-      primitive=_source_info.get_primitive_name(matmul.visit.eqn),
-      name=name,
-      name_scope=location.names.name_scope,
-      param_path=location.names.param_path,
-      source_line=location.source_line,
-      backward=location.is_backward,
-      dtype=matmul.operand_dtype,
-      in_autocast=location.autocast_dtype is not None,
-      run_count=matmul.visit.num_executions,
-      flops=matmul.flops,
-    )
-
-
-def _merge_rows(
-  rows: Iterable[_reports.LayerPrecision], total_flops: int
-) -> tuple[_reports.LayerPrecision, ...]:
-  """Merge rows that differ only in their counts, which are added up.
-
-  Returns:
-    The rows with their fractions of the FLOPs, the largest first.
-  """
-  merged: dict[_reports.LayerPrecision, _reports.LayerPrecision] = {}
-  for row in rows:
-    key = row._replace(run_count=0, flops=0)
-    old = merged.get(key, key)
-    merged[key] = key._replace(
-      run_count=old.run_count + row.run_count, flops=old.flops + row.flops
-    )
-  return tuple(
-    row._replace(fraction=_get_fraction(row.flops, total_flops))
-    for row in sorted(merged.values(), key=lambda row: row.flops, reverse=True)
+    aval.dtype == jnp.float32 for aval in avals
   )
 
 
@@ -337,38 +274,33 @@ def _get_fraction(flops: int, total_flops: int) -> float:
   return flops / total_flops if total_flops else 1.0
 
 
-def _collect_matmuls(visits: list[_walk.EqnVisit]) -> list[_MatmulStats]:
+def _list_matmuls(visits: list[_walk.EqnVisit]) -> list[_walk.EqnVisit]:
   """Return all matmuls, from each ``cond`` only those of its largest branch."""
-  matmuls = [
-    _MatmulStats(
-      _get_operand_dtype(visit.eqn), flops * visit.num_executions, visit
-    )
+  flops_by_matmul = {
+    visit: flops * visit.num_executions
     for visit in visits
-    if (flops := _primitives.count_flops(visit.eqn)) is not None
-  ]
+    if (flops := _primitives.count_eqn_flops(visit.eqn)) is not None
+  }
   flops_by_branch: collections.Counter[Any] = collections.Counter()
-  for matmul in matmuls:
-    for branch in matmul.visit.cond_branches:
-      flops_by_branch[branch] += matmul.flops
+  for visit, flops in flops_by_matmul.items():
+    for branch in visit.cond_branches:
+      flops_by_branch[branch] += flops
   # Maps each cond to its branch with the most FLOPs: in ascending order, the
   # last branch of a cond overwrites the others.
   largest_branches = dict(
     sorted(flops_by_branch, key=lambda branch: flops_by_branch[branch])
   )
-  return [
-    matmul
-    for matmul in matmuls
-    if all(
-      largest_branches[cond] == i for cond, i in matmul.visit.cond_branches
-    )
-  ]
+  is_counted = lambda visit: all(
+    largest_branches[cond] == i for cond, i in visit.cond_branches
+  )
+  return list(filter(is_counted, flops_by_matmul))
 
 
-def _get_operand_dtype(eqn: core.JaxprEqn) -> str:
+def _get_operand_dtype(eqn: core.JaxprEqn) -> np.dtype:
   """Return the dtype of the operands of a matmul; the wider one of two."""
   # A ragged_dot has a third input, the sizes of the groups.
-  operand_avals: list[Any] = [v.aval for v in eqn.invars[:2]]
-  return str(max(operand_avals, key=lambda aval: aval.dtype.itemsize).dtype)
+  avals: list[Any] = [v.aval for v in eqn.invars[:2]]
+  return max((x.dtype for x in avals), key=lambda dtype: dtype.itemsize)
 
 
 def _executed_subjaxprs(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
@@ -408,7 +340,7 @@ def _find_limitation(visit: _walk.EqnVisit) -> str:
     return "its body is counted once"
   if _eqns.get_hi_primitive(visit.eqn) is not None:
     return "it is unknown, and counted as no FLOPs"
-  is_counted = _primitives.count_flops(visit.eqn) is not None
+  is_counted = _primitives.count_eqn_flops(visit.eqn) is not None
   if is_counted or not _primitives.is_matmul(visit.eqn):
     return ""
   return "its FLOPs are not counted"

@@ -120,18 +120,24 @@ class LayerPrecision(NamedTuple):
   program_index: int = 0
 
   @property
+  def name_with_line(self) -> str:
+    """The name, with the line of the user's code."""
+    is_included = self.name.endswith(self.source_line)
+    return self.name if is_included else f"{self.name} at {self.source_line}"
+
+  @property
   def overflows(self) -> bool:
     """Whether a number exceeds the range of the dtype, if this was measured."""
     return self.log2_headroom is not None and self.log2_headroom < 0
 
 
-def format_location_cells(row: Any) -> dict[str, str]:
+def format_location_cells(
+  row: LayerPrecision, *, has_line: bool = False
+) -> dict[str, str]:
   """Return the first two cells of a row about an operation."""
+  name = row.name_with_line if has_line else row.name
   backward_suffix = ", backward" if row.backward else ""
-  return {
-    "": row.primitive,
-    "name": f"{row.name or 'unknown'}{backward_suffix}",
-  }
+  return {"": row.primitive, "name": f"{name or 'unknown'}{backward_suffix}"}
 
 
 def format_table(

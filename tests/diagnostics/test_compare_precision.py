@@ -283,14 +283,14 @@ def test_a_row_is_about_a_matmul_with_a_location():
 def test_a_layer_of_a_loop_is_counted_in_each_pass():
   fun = gradient(scanned, ols.autocast)
   skip_if_jax_cannot(jax.eval_shape, fun, W, X)
-  layers = jaxprs.list_layers(fun, W, X)
-  forward, back = layers[0], layers[-1]
-  assert (forward.name, forward.location.is_backward) == ("step", False)
-  assert (back.name, back.location.is_backward) == ("step", True)
+  rows = [layer.as_row() for layer in jaxprs.list_layers(fun, W, X)]
+  forward, back = rows[0], rows[-1]
+  assert (forward.name, forward.backward) == ("step", False)
+  assert (back.name, back.backward) == ("step", True)
   assert forward.source_line.startswith(f"{HERE}:")
   assert forward.source_line.endswith("(layer)")
   assert (forward.run_count, back.run_count) == (3, 6)
-  assert {layer.primitive for layer in layers} == {"dot_general"}
+  assert {row.primitive for row in rows} == {"dot_general"}
 
 
 def test_magnitude_and_underflow_are_those_of_the_worst_array():
@@ -513,7 +513,8 @@ def test_a_derivative_inside_of_the_loss_is_in_the_forward_pass(name):
   def count_runs(fun):
     counts = {True: collections.Counter(), False: collections.Counter()}
     for layer in jaxprs.list_layers(fun, POTENTIAL_PARAMS, X):
-      counts[layer.location.is_backward][layer.name] += layer.run_count
+      row = layer.as_row()
+      counts[row.backward][row.name] += row.run_count
     return counts
 
   loss_fn = ols.autocast(make_potential_loss(INSIDE[name]))
@@ -556,10 +557,10 @@ def programs(monkeypatch):
   programs = []
   make_program = _program.ReferenceProgram
 
-  def record(traced_jaxpr, inputs, table=None, measured=(), **kwargs):
+  def record(traced_jaxpr, inputs, layers=(), measured=(), **kwargs):
     names = [name for name, has_it in kwargs.items() if has_it]
     programs.append([*names, *["stats"] * bool(measured)])
-    return make_program(traced_jaxpr, inputs, table, measured, **kwargs)
+    return make_program(traced_jaxpr, inputs, layers, measured, **kwargs)
 
   monkeypatch.setattr(_program, "ReferenceProgram", record)
   return programs

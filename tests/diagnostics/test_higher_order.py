@@ -302,11 +302,13 @@ def test_a_solver_of_hijax_is_entered():
 def test_a_matmul_whose_flops_are_unknown_is_reported(monkeypatch):
   fun = lambda x: x @ x
   (eqn,) = jax.make_jaxpr(fun)(X).eqns
-  assert _primitives.count_flops(eqn.replace(params={"numbers": None})) is None
+  assert (
+    _primitives.count_eqn_flops(eqn.replace(params={"numbers": None})) is None
+  )
   only = {"dimension_numbers": eqn.params["dimension_numbers"]}
   eqn = eqn.replace(params=only)
-  assert _primitives.count_flops(eqn) == 128
-  monkeypatch.setattr(_primitives, "count_flops", lambda eqn: None)
+  assert _primitives.count_eqn_flops(eqn) == 128
+  monkeypatch.setattr(_primitives, "count_eqn_flops", lambda eqn: None)
   report = precision_report(fun, X)
   assert report.total_flops == 0
   (note,) = report.limitations

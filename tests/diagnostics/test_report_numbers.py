@@ -17,7 +17,6 @@ from optax_lossscale import diagnostics
 from optax_lossscale.diagnostics import _step_runs
 from optax_lossscale.diagnostics._comparison import (
   _compare_precision,
-  _measured_layers,
   _outliers,
 )
 from optax_lossscale.diagnostics._overflow import _description
@@ -145,27 +144,26 @@ def test_the_suggested_decrease_of_the_scale_covers_the_worst_backward_pass(
   assert _compare_precision._compute_log2_excess(rows) == excess
 
 
-def report_layers(monkeypatch, rows, effects, **fields):
+def report_layers(rows, effects, **fields):
   """Return a report with layers of these effects on all arrays."""
-  monkeypatch.setattr(_measured_layers, "as_row", lambda _, i: rows[i])
   effects = {i: np.array([x, x]) for i, x in enumerate(effects)}
-  layers = types.SimpleNamespace(effect_by_layer=effects)
+  layers = types.SimpleNamespace(
+    effect_by_layer=effects, list_rows=lambda: list(rows)
+  )
   report = make_comparison(error=max(effects[0]), **fields)
   return _compare_precision._report_layers(report, layers, EPS)
 
 
-def test_layers_are_sorted_by_their_effect_and_their_numbers(monkeypatch):
+def test_layers_are_sorted_by_their_effect_and_their_numbers():
   rows = [make_layer(name, index=i) for i, name in enumerate("abc")]
   rows[2] = rows[2]._replace(amax=2.0)
-  report = report_layers(monkeypatch, rows, [0.1, 1.0, 1.0])
+  report = report_layers(rows, [0.1, 1.0, 1.0])
   assert [row.name for row in report.layers] == ["c", "b", "a"]
   assert report.outliers == report.overflowing == ()
-  assert report_layers(monkeypatch, rows, [9.0, 1.0, 1.0]).outliers == ("a",)
+  assert report_layers(rows, [9.0, 1.0, 1.0]).outliers == ("a",)
 
 
-def test_a_layer_overflows_if_it_does_so_forward_with_a_large_effect(
-  monkeypatch,
-):
+def test_a_layer_overflows_if_it_does_so_forward_with_a_large_effect():
   rows = [
     make_layer("a", headroom=-1.0, index=0),
     make_layer("b", headroom=-3.0, index=1),
@@ -176,28 +174,26 @@ def test_a_layer_overflows_if_it_does_so_forward_with_a_large_effect(
     make_layer("small", headroom=1.0, index=6),
   ]
   effects = [math.inf] * 4 + [0.0] + [math.inf] * 2
-  report = report_layers(monkeypatch, rows, effects)
+  report = report_layers(rows, effects)
   assert report.overflowing == ("b", "a")
   assert report.suggested_log2_scale_change == 0
   assert set(report.outliers) == {"a", "b", "backward", "small"}
 
 
-def test_a_lower_scale_is_suggested_if_only_the_backward_pass_overflows(
-  monkeypatch,
-):
+def test_a_lower_scale_is_suggested_if_only_the_backward_pass_overflows():
   rows = [
     make_layer("a", headroom=-3.0, index=0, backward=True),
     make_layer("b", index=1),
   ]
-  report = report_layers(monkeypatch, rows, [math.inf, math.inf])
+  report = report_layers(rows, [math.inf, math.inf])
   assert report.suggested_log2_scale_change == -3
   assert report.overflowing == report.outliers == ()
   # A loss scale that was tried has the last word.
   report = report_layers(
-    monkeypatch, rows, [math.inf, math.inf], suggested_log2_scale_change=-1
+    rows, [math.inf, math.inf], suggested_log2_scale_change=-1
   )
   assert report.suggested_log2_scale_change == -1
-  assert report_layers(monkeypatch, rows, [1.0, 0.0]).outliers == ("a",)
+  assert report_layers(rows, [1.0, 0.0]).outliers == ("a",)
 
 
 BAD = make_comparison(

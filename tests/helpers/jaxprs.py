@@ -54,8 +54,8 @@ def list_named_matmuls(fun, *args, only_live=False):
 
 def list_layers(fun, *args):
   """Return the layers of a function that `autocast` cast, as reports do."""
-  table = _layers.LayerTable(jax.make_jaxpr(fun)(*args))
-  return [layer for layer in table.layers if layer.in_autocast]
+  layers = _layers.list_rounding_layers(jax.make_jaxpr(fun)(*args))
+  return [layer for layer in layers if layer.in_autocast]
 
 
 def assert_each_name_keeps_its_rows(loss, *args):

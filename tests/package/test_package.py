@@ -206,12 +206,13 @@ def test_private_submodules_are_imported_from_outside_in_three_cases_only():
   assert found == SEEN_INSIDE
 
 
-ENGINES = {"_comparison", "_overflow", "_precision_report"}
+ENGINES = {"_comparison", "_overflow"}
 # `check_step` combines them.
 COMBINE_ENGINES = {
   "diagnostics.__init__",
   "diagnostics._check_step",
   "diagnostics._numeric_problems",
+  "diagnostics._precision_report",
   "diagnostics._wiring",
 }
 

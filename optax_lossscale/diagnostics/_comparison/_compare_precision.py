@@ -189,8 +189,8 @@ def compare_runs(
   if report.reference_is_finite and not report.reference_is_zero:
     report = _add_loss_scale(report, step_runs, runs, eps)
     layers = None
-    if runs.table and not measures_all:  # The outputs are not finite.
-      layers = _measured_layers.explain_overflow(runs.table, runs)
+    if runs.layers and not measures_all:  # The outputs are not finite.
+      layers = _measured_layers.explain_overflow(runs)
     elif measures_all or not (
       report.is_accurate or report.suggested_log2_scale_change
     ):
@@ -295,7 +295,7 @@ def _report_layers(
   eps: float,
 ) -> _report.PrecisionComparison:
   """Add the layers that were measured to a report, and the outliers."""
-  rows = [_measured_layers.as_row(layers, i) for i in layers.effect_by_layer]
+  rows = layers.list_rows()
   # If errors are equal, such as inf, the layer with the largest numbers is
   # first.
   effect_by_row = lambda row: layers.effect_by_layer[row.program_index]

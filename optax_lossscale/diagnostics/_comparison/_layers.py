@@ -1,11 +1,11 @@
-"""The operations of a program that round to half precision, by layer.
+"""The layers of a program, and statistics of the arrays that they round.
 
 A layer has the operations at one location, in the forward or in the backward
 pass: a matmul and its bias, a normalization, a sum. The statistics of a layer
 show whether the arrays that it rounds overflow or underflow.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -21,10 +21,9 @@ from optax_lossscale._jaxprs import (
   _primitives,
   _provenance,
   _source_info,
-  _state_threading,
   _walk,
 )
-from optax_lossscale.diagnostics import _dtype_limits
+from optax_lossscale.diagnostics import _dtype_limits, _reports
 from optax_lossscale.diagnostics._comparison import _float32_eqns
 
 
@@ -33,76 +32,111 @@ class Layer:
   """The operations at one location, in one pass.
 
   Attributes:
-    location: the location of the first one, or of the first matmul.
-    primitive: JAX's name of this operation.
-    dtype: the dtype of its operands, or of its result unless it is a matmul.
-    has_matmul: whether it is a matmul or a convolution.
-    run_count: the number of times that this operation runs.
-    flops: the FLOPs of the matmuls.
+    visits: the operations, in the order of the program.
+    dtype: the dtype of the operands of matmuls, or else of the results.
     name: the shortest unique label of the layer.
     source_line: a line that distinguishes layers of similar names.
   """
 
-  location: _provenance.EqnLocation
-  primitive: str
+  visits: list[_walk.EqnVisit]
   dtype: Any
-  has_matmul: bool
-  run_count: int = 0
-  flops: int = 0
   name: str = ""
   source_line: str = ""
+
+  @functools.cached_property
+  def main_visit(self) -> _walk.EqnVisit:
+    """The first matmul or convolution, or else the first operation."""
+    matmuls = [x for x in self.visits if _primitives.is_matmul(x.eqn)]
+    return [*matmuls, *self.visits][0]
+
+  @property
+  def has_matmul(self) -> bool:
+    """Whether the layer has a matmul or a convolution."""
+    return _primitives.is_matmul(self.main_visit.eqn)
+
+  @property
+  def location(self) -> _provenance.EqnLocation:
+    """The location of the layer."""
+    return self.main_visit.location
 
   @property
   def in_autocast(self) -> bool:
     """Whether `autocast` casts the operations."""
     return self.location.autocast_dtype is not None
 
+  @functools.cached_property
+  def flops(self) -> int:
+    """The FLOPs of all matmuls and convolutions."""
+    return count_flops(self.visits)
 
-class LayerTable:
-  """The layers of a program.
+  def as_row(self, **measurements: Any) -> _reports.LayerPrecision:
+    """Return the row of a report about this layer."""
+    main_eqn, names = self.main_visit.eqn, self.location.names
+    return _reports.LayerPrecision(
+      primitive=_source_info.get_primitive_name(main_eqn),
+      name=self.name,
+      name_scope=names.name_scope,
+      param_path=names.param_path,
+      source_line=self.source_line,
+      backward=self.location.is_backward,
+      dtype=str(self.dtype),
+      in_autocast=self.in_autocast,
+      run_count=sum(
+        x.num_executions
+        for x in self.visits
+        if x.eqn.primitive is main_eqn.primitive
+      ),
+      flops=self.flops,
+      **measurements,
+    )
 
-  Attributes:
-    layers: all layers, in the order of the program. A layer and its backward
-      pass are two entries.
-    index_by_path: the index of the layer of each equation that rounds, by the
-      position of the equation.
+
+def count_flops(visits: Iterable[_walk.EqnVisit]) -> int:
+  """Return the FLOPs of all matmuls and convolutions among the equations."""
+  return sum(
+    (_primitives.count_eqn_flops(x.eqn) or 0) * x.num_executions for x in visits
+  )
+
+
+def group_by_layer(
+  visits: Iterable[_walk.EqnVisit], get_dtype: Callable[[core.JaxprEqn], Any]
+) -> list[Layer]:
+  """Group equations by their location, pass and dtype, and name the groups.
+
+  Args:
+    visits: the equations, in the order of the program.
+    get_dtype: returns the dtype in which an equation computes.
+
+  Returns:
+    The layers, in the order of the program. A layer and its backward pass are
+    two entries.
   """
-
-  def __init__(self, closed_jaxpr: _eqns.ClosedJaxpr) -> None:
-    self.layers: list[Layer] = []
-    self.index_by_path: dict[_state_threading.Path, int] = {}
-    index_by_key: dict[Any, int] = {}
-    for visit in walk_rounding_eqns(closed_jaxpr):
-      location = visit.location
-      key = location.names, location.is_backward, location.autocast_dtype
-      layer = _make_layer(visit)
-      index = index_by_key.setdefault(key, len(self.layers))
-      self.index_by_path[visit.path] = index
-      if index == len(self.layers):
-        self.layers.append(layer)
-      elif layer.has_matmul and not self.layers[index].has_matmul:
-        self.layers[index] = layer
-      if layer.primitive == self.layers[index].primitive:
-        flops = _primitives.count_flops(visit.eqn) or 0
-        self.layers[index].run_count += visit.num_executions
-        self.layers[index].flops += flops * visit.num_executions
-    # The names of matmuls of `autocast` select them, whatever else there is.
-    for layers in self.layers, [x for x in self.layers if x.in_autocast]:
-      names_and_lines = _provenance.make_unique_labels(
-        [(x.location.names, x.location.is_backward) for x in layers]
-      )
-      for layer, pair in zip(layers, names_and_lines, strict=True):
-        layer.name, layer.source_line = pair
+  groups: dict[Any, list[_walk.EqnVisit]] = {}
+  for visit in visits:
+    location, dtype = visit.location, get_dtype(visit.eqn)
+    key = location.names, location.is_backward, location.autocast_dtype, dtype
+    groups.setdefault(key, []).append(visit)
+  layers = [Layer(group, dtype) for (*_, dtype), group in groups.items()]
+  # The names of matmuls of `autocast` select them, whatever else there is.
+  for subset in layers, [x for x in layers if x.in_autocast]:
+    names_and_lines = _provenance.make_unique_labels(
+      [(x.location.names, x.location.is_backward) for x in subset]
+    )
+    for layer, pair in zip(subset, names_and_lines, strict=True):
+      layer.name, layer.source_line = pair
+  return layers
 
 
-def _make_layer(visit: _walk.EqnVisit) -> Layer:
-  """Return a layer with one equation, which isn't counted yet."""
-  eqn = visit.eqn
+def list_rounding_layers(closed_jaxpr: _eqns.ClosedJaxpr) -> list[Layer]:
+  """Return the layers of a program that round to half precision."""
+  return group_by_layer(walk_rounding_eqns(closed_jaxpr), _get_half_dtype)
+
+
+def _get_half_dtype(eqn: core.JaxprEqn) -> Any:
+  """Return the dtype of an operand of a matmul, or of a result."""
   is_matmul = _primitives.is_matmul(eqn)
   atoms: Sequence[Any] = eqn.invars if is_matmul else eqn.outvars
-  dtypes = [v.aval.dtype for v in atoms if _float32_eqns.is_half(v.aval)]
-  name = _source_info.get_primitive_name(eqn)
-  return Layer(visit.location, name, dtypes[0], is_matmul)
+  return next(v.aval.dtype for v in atoms if _float32_eqns.is_half(v.aval))
 
 
 def find_half_dtypes(closed_jaxpr: _eqns.ClosedJaxpr) -> set[Any]:

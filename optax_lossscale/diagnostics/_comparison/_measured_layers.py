@@ -19,7 +19,7 @@ class MeasuredLayers(NamedTuple):
   """The layers of a program that were measured.
 
   Attributes:
-    table: all layers.
+    layers: all layers.
     effect_by_layer: for each measured layer, by its index: the error of all
       arrays together, and then of each, if this layer alone runs in half
       precision; float64[1 + arrays].
@@ -27,15 +27,28 @@ class MeasuredLayers(NamedTuple):
     runs: the program that measured them; None if they were not measured.
   """
 
-  table: _layers.LayerTable
+  layers: list[_layers.Layer]
   effect_by_layer: dict[int, np.ndarray]
   stats: dict[int, _layers.LayerStats]
   runs: _runs.LayerRuns | None = None
 
+  def list_rows(self) -> list[_reports.LayerPrecision]:
+    """Return a row for each measured layer."""
+    return [self._as_row(i) for i in self.effect_by_layer]
+
+  def _as_row(self, index: int) -> _reports.LayerPrecision:
+    layer, stats = self.layers[index], self.stats[index]
+    return layer.as_row(
+      isolated_error=float(self.effect_by_layer[index][0]),
+      log2_headroom=_compute_log2_headroom(layer, stats),
+      program_index=index,
+      **{k: float(x) for k, x in stats._asdict().items()},
+    )
+
   def measure_without(self, names: Sequence[str]) -> np.ndarray:
     """Run all layers but these in half precision, and return their effects."""
     assert self.runs is not None
-    others = (i for i, x in enumerate(self.table.layers) if x.name not in names)
+    others = (i for i, x in enumerate(self.layers) if x.name not in names)
     return self.runs.measure_effects(list(others))
 
 
@@ -44,44 +57,21 @@ def measure_all_layers(
   runs: _runs.ReferenceRuns,
   progress: _progress.ProgressLine,
 ) -> MeasuredLayers:
-  table = _layers.LayerTable(traced.closed_jaxpr)
-  indices = range(len(table.layers))
-  layer_runs = _runs.LayerRuns(traced, table, runs.noise_mask, progress)
+  layers = _layers.list_rounding_layers(traced.closed_jaxpr)
+  indices = range(len(layers))
+  layer_runs = _runs.LayerRuns(traced, layers, runs.noise_mask, progress)
   effects = {i: layer_runs.measure_effects([i]) for i in indices}
-  return MeasuredLayers(table, effects, layer_runs.stats, layer_runs)
+  return MeasuredLayers(layers, effects, layer_runs.stats, layer_runs)
 
 
-def explain_overflow(
-  table: _layers.LayerTable, runs: _runs.ReferenceRuns
-) -> MeasuredLayers:
+def explain_overflow(runs: _runs.ReferenceRuns) -> MeasuredLayers:
   """Return the matmuls that overflow, with an infinite effect."""
   effect = np.where(np.isinf(runs.half_effects), math.inf, 0.0)
   is_overflow = lambda i: (
-    _compute_log2_headroom(table.layers[i], runs.stats[i]) < 0
+    _compute_log2_headroom(runs.layers[i], runs.stats[i]) < 0
   )
   effects = dict.fromkeys(filter(is_overflow, runs.stats), effect)
-  return MeasuredLayers(table, effects, runs.stats)
-
-
-def as_row(layers: MeasuredLayers, index: int) -> _reports.LayerPrecision:
-  layer, stats = layers.table.layers[index], layers.stats[index]
-  names = layer.location.names
-  return _reports.LayerPrecision(
-    primitive=layer.primitive,
-    name=layer.name,
-    name_scope=names.name_scope,
-    param_path=names.param_path,
-    source_line=layer.source_line,
-    backward=layer.location.is_backward,
-    dtype=str(layer.dtype),
-    in_autocast=layer.in_autocast,
-    run_count=layer.run_count,
-    flops=layer.flops,
-    isolated_error=float(layers.effect_by_layer[index][0]),
-    program_index=index,
-    log2_headroom=_compute_log2_headroom(layer, stats),
-    **{k: float(x) for k, x in stats._asdict().items()},
-  )
+  return MeasuredLayers(runs.layers, effects, runs.stats)
 
 
 def _compute_log2_headroom(

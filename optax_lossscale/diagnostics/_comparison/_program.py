@@ -62,7 +62,7 @@ class ReferenceProgram:
   Args:
     closed_jaxpr: the jaxpr.
     example_inputs: its inputs, whose devices run it.
-    table: its layers; None if no layer is measured or rounds.
+    layers: its layers; empty if no layer is measured or rounds.
     measured: the indices of the layers that have statistics.
     has_flags: whether each layer can run in half precision.
 
@@ -75,17 +75,17 @@ class ReferenceProgram:
     self,
     closed_jaxpr: _eqns.ClosedJaxpr,
     example_inputs: Sequence[Any],
-    table: _layers.LayerTable | None = None,
+    layers: Sequence[_layers.Layer] = (),
     measured: Sequence[int] = (),
     *,
     has_flags: bool = False,
   ) -> None:
-    self._num_flags = len(table.layers) if table and has_flags else 0
+    self._num_flags = len(layers) if has_flags else 0
     self.limitations: dict[str, None] = {}
 
     def run(inputs: Sequence[Any], run_inputs: _RunInputs) -> RunResult:
       stats = {i: _layers.make_empty_stats() for i in measured}
-      evaluator = _ReferenceEvaluator(run_inputs, table, measured)
+      evaluator = _ReferenceEvaluator(run_inputs, layers, measured)
       frame = _state_threading.Frame(closed_jaxpr)
       inputs = list(map(_float32_eqns.upcast, inputs))
       outs = evaluator.eval_jaxpr(frame, inputs, stats)
@@ -142,15 +142,16 @@ class _ReferenceEvaluator(_report_program.ReportEvaluator):
   def __init__(
     self,
     run_inputs: _RunInputs,
-    table: _layers.LayerTable | None,
+    layers: Sequence[_layers.Layer],
     measured: Sequence[int],
   ) -> None:
     super().__init__(run_inputs)
     self.limitations: dict[str, None] = {}
     self._has_flags = bool(run_inputs.half_flags.size)
     self._half_search = _walk.EqnSearch(_float32_eqns.has_half, _eqns.subjaxprs)
-    self._layer_by_path = table.index_by_path if table else {}
-    layers = table.layers if table else []
+    self._layer_by_path = {
+      visit.path: i for i, x in enumerate(layers) for visit in x.visits
+    }
     self._autocast_layers = {i for i, x in enumerate(layers) if x.in_autocast}
     # The measured layers inside of each equation.
     self._measured_by_path: dict[_state_threading.Path, dict[int, None]] = {}

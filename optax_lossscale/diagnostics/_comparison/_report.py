@@ -172,7 +172,7 @@ class PrecisionComparison(_reports.PrintedReport):
     written = [name for name in names if name not in in_autocast]
     parts = [_format_keep_float32(cast)] if cast else []
     if written:
-      lines = ", ".join(_add_line(self.get_row(name)) for name in written)
+      lines = ", ".join(self.get_row(name).name_with_line for name in written)
       parts.append(f"compute in float32 in {lines}: x.astype(jnp.float32)")
     return "; ".join(parts)
 
@@ -238,12 +238,6 @@ class PrecisionComparison(_reports.PrintedReport):
     if num_hidden > 0:
       lines.append(f"(+{num_hidden} more rows: report.layers)")
     return lines
-
-
-def _add_line(row: _reports.LayerPrecision) -> str:
-  """Return the name of a layer with its line."""
-  is_included = row.name.endswith(row.source_line)
-  return row.name if is_included else f"{row.name} at {row.source_line}"
 
 
 def _format_keep_float32(names: Sequence[str]) -> str:

@@ -50,7 +50,7 @@ class ReferenceRuns:
     outs: the outputs in float32.
     underflow_fraction: the fraction of all compared entries that are zero as
       trained, but not in float32.
-    table: the layers; None if they are not needed.
+    layers: the layers; empty if they are not needed.
     stats: the statistics of layers in float32, by the index of the layer.
     limitations: what was not compared, in sentences.
   """
@@ -67,7 +67,7 @@ class ReferenceRuns:
     self._eps = eps
     self._run_as_trained = run_as_trained
     self._progress = progress
-    self.table: _layers.LayerTable | None = None
+    self.layers: list[_layers.Layer] = []
     self._has_overflow = self._has_nonfinite_grads(half_outs)
     indices = _output_errors.list_compared_indices(traced.outputs)
     measured: list[int] = []
@@ -75,11 +75,10 @@ class ReferenceRuns:
       [half_outs[i] for i in indices]
     ):
       # The magnitudes of the matmuls explain an overflow.
-      self.table = _layers.LayerTable(traced.closed_jaxpr)
-      layers = enumerate(self.table.layers)
-      measured = [i for i, layer in layers if layer.has_matmul]
+      self.layers = _layers.list_rounding_layers(traced.closed_jaxpr)
+      measured = [i for i, x in enumerate(self.layers) if x.has_matmul]
     self._program = _program.ReferenceProgram(
-      traced.closed_jaxpr, traced.inputs, self.table, measured
+      traced.closed_jaxpr, traced.inputs, self.layers, measured
     )
     reference = self._run()
     self.outs = reference.outs
@@ -186,7 +185,7 @@ class LayerRuns:
 
   Args:
     traced: the function.
-    table: its layers.
+    layers: its layers.
     noise_mask: the arrays that are only rounding noise; bool[arrays].
     progress: shows how far it is.
 
@@ -197,7 +196,7 @@ class LayerRuns:
   def __init__(
     self,
     traced: _tracing.TracedFunction,
-    table: _layers.LayerTable,
+    layers: Sequence[_layers.Layer],
     noise_mask: np.ndarray,
     progress: _progress.ProgressLine,
   ) -> None:
@@ -208,8 +207,8 @@ class LayerRuns:
     self._program = _program.ReferenceProgram(
       traced.closed_jaxpr,
       traced.inputs,
-      table,
-      measured=range(len(table.layers)),
+      layers,
+      measured=range(len(layers)),
       has_flags=True,
     )
     reference = self._run(())
