@@ -76,18 +76,7 @@ class StepCheck(_reports.PrintedReport):
 
   def as_dict(self) -> dict[str, Any]:
     """Returns the report as dicts and lists, for machines."""
-    reports = {
-      "precision": self.precision,
-      "overflow": self.overflow,
-      "comparison": self.comparison,
-    }
-    return {
-      "is_sound": self.is_sound,
-      "problems": [problem._asdict() for problem in self.problems],
-      "passed": list(self.passed),
-      "not_checked": list(self.not_checked),
-      **{k: x if x is None else x.as_dict() for k, x in reports.items()},
-    }
+    return {"is_sound": self.is_sound, **super().as_dict()}
 
   def __str__(self) -> str:
     num_problems = len(self.problems)

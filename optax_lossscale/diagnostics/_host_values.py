@@ -66,12 +66,12 @@ def has_nan(x: Any) -> bool:
 def is_any_nonzero(arrays: Iterable[Any]) -> bool:
   """Return whether any entry of any array is not zero."""
   # The first array usually decides, so the others need no program.
-  return any(bool(_is_nonzero(x)) for x in arrays)
+  return any(count_nonzero([x]) for x in arrays)
 
 
 def is_any_different(pairs: Iterable[tuple[Any, Any]]) -> bool:
   """Return whether the arrays of any pair have different entries."""
-  return any(bool(_is_different(x, y)) for x, y in pairs)
+  return any(count_different([pair]) for pair in pairs)
 
 
 def find_different_rows(x: Any, y: Any, num_axes: int) -> jax.Array:
@@ -122,16 +122,6 @@ def _any_entry(predicate: Callable[[Any], Any], x: Any) -> jax.Array:
 
 def _is_nonfinite(x: Any) -> jax.Array:
   return ~jnp.isfinite(x)
-
-
-@jax.jit
-def _is_nonzero(x: Any) -> jax.Array:
-  return jnp.any(x != 0)
-
-
-@jax.jit
-def _is_different(x: Any, y: Any) -> jax.Array:
-  return jnp.any(x != y)
 
 
 @functools.partial(jax.jit, static_argnums=2)

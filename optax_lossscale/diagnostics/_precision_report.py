@@ -85,13 +85,6 @@ class PrecisionReport(_reports.PrintedReport):
   limitations: tuple[str, ...]
   optimizer_flops: int = 0
 
-  def as_dict(self) -> dict[str, Any]:
-    """Returns the report as dicts and lists, for machines."""
-    return vars(self) | {
-      "unconverted": [row._asdict() for row in self.unconverted],
-      "limitations": list(self.limitations),
-    }
-
   def __str__(self) -> str:
     flops = [
       {

@@ -4,12 +4,39 @@ from collections.abc import Mapping, Sequence
 import html
 from typing import Any, NamedTuple
 
+import numpy as np
+
 
 class PrintedReport:
-  """A report that a notebook shows like ``print`` does."""
+  """A report, a dataclass, that a notebook shows like ``print`` does."""
+
+  def as_dict(self) -> dict[str, Any]:
+    """Returns the report as dicts and lists, for machines."""
+    return {
+      name: _as_plain(value)
+      for name, value in vars(self).items()
+      if not name.startswith("_")
+    }
 
   def _repr_html_(self) -> str:
     return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def _as_plain(x: Any) -> Any:
+  """Return a report, or a part of it, as data that JSON can hold."""
+  match x:
+    case PrintedReport():
+      return x.as_dict()
+    case dict():
+      return {key: _as_plain(value) for key, value in x.items()}
+    case tuple() if hasattr(x, "_asdict"):
+      return _as_plain(x._asdict())
+    case tuple():
+      return list(map(_as_plain, x))
+    case np.dtype():
+      return str(x)
+    case _:
+      return x
 
 
 class Problem(NamedTuple):

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 import dataclasses
 import math
-from typing import Any
 
 from optax_lossscale.diagnostics import _reports
 
@@ -92,22 +91,6 @@ class PrecisionComparison(_reports.PrintedReport):
   def get_row(self, name: str) -> _reports.LayerPrecision:
     """Returns the first row of a layer: the one with the largest error."""
     return next(row for row in self.layers if row.name == name)
-
-  def as_dict(self) -> dict[str, Any]:
-    """Returns the report as dicts and lists, for machines."""
-    return vars(self) | {
-      "layers": [row._asdict() for row in self.layers],
-      **{
-        name: list(getattr(self, name))
-        for name in (
-          "outliers",
-          "limitations",
-          "ill_conditioned_arrays",
-          "inaccurate_arrays",
-          "overflowing",
-        )
-      },
-    }
 
   def __str__(self) -> str:
     lines = [*self._format_conclusion(), self._format_errors()]

@@ -139,16 +139,7 @@ class Overflow(_reports.PrintedReport):
 
   def as_dict(self) -> dict[str, Any]:
     """Returns the report, and ``"fix"``, as dicts and lists, for machines."""
-    names = [x.name for x in dataclasses.fields(self) if x.name != "_context"]
-    return {name: getattr(self, name) for name in names} | {
-      "dtype": str(self.dtype),
-      "inputs": [
-        x._asdict() | {"shape": list(x.shape), "dtype": str(x.dtype)}
-        for x in self.inputs
-      ],
-      "other_origins": [x.as_dict() for x in self.other_origins],
-      "fix": self.fix,
-    }
+    return super().as_dict() | {"fix": self.fix}
 
   def __str__(self) -> str:
     lines = [self._format_conclusion()]
