@@ -38,28 +38,12 @@ SelectCaptureFn = Callable[[str], Callable[[Any], Any] | None]
 UNCHANGED: Callable[[Any], Any] = lambda x: x
 
 
-_CondBranches = tuple[tuple[int, int], ...]
-
-
-class TaggedValue(NamedTuple):
-  """A tagged value that the rewritten jaxpr returns.
-
-  Attributes:
-    tag: the name of the value.
-    cond_branches: for each enclosing ``cond``, the outermost first, an
-      identifier of the ``cond`` and the index of the branch.
-  """
-
-  tag: str
-  cond_branches: _CondBranches = ()
-
-
 class HarvestedJaxpr(NamedTuple):
   """A jaxpr that also returns its tagged values.
 
   Attributes:
     closed_jaxpr: the jaxpr. The tagged values follow the original outputs.
-    tagged_values: a record of each tagged value, in program order.
+    tags: the tag of each tagged value, in program order.
     unreached_labels: the labels of equations of the whole program whose tagged
       values can't be returned, such as a ``while``.
     cond_labels: the labels of ``cond`` equations of the whole program with
@@ -67,7 +51,7 @@ class HarvestedJaxpr(NamedTuple):
   """
 
   closed_jaxpr: _eqns.ClosedJaxpr
-  tagged_values: list[TaggedValue]
+  tags: list[str]
   unreached_labels: list[str]
   cond_labels: list[str]
 
@@ -77,7 +61,7 @@ class _HarvestedEqn(NamedTuple):
 
   eqns: list[core.JaxprEqn]
   captured_vars: Sequence[Any] = ()
-  tagged_values: Sequence[TaggedValue] = ()
+  tags: Sequence[str] = ()
 
 
 def harvest_tagged_values(
@@ -126,7 +110,6 @@ class _Harvester:
     self,
     closed_jaxpr: _eqns.ClosedJaxpr,
     location: _provenance.EqnLocation,
-    cond_branches: _CondBranches = (),
   ) -> HarvestedJaxpr:
     """Rewrite a jaxpr that is called from this location."""
     jaxpr = closed_jaxpr.jaxpr
@@ -136,7 +119,7 @@ class _Harvester:
       if returned_vars.intersection(eqn.outvars)
       and self._get_capture(eqn) is not UNCHANGED
       and self._is_optional(str(get_tag(eqn)))
-      else self._harvest_eqn(eqn, jaxpr, location, cond_branches)
+      else self._harvest_eqn(eqn, jaxpr, location)
       for eqn in jaxpr.eqns
     ]
     join = lambda field: [
@@ -149,7 +132,7 @@ class _Harvester:
     )
     return HarvestedJaxpr(
       new_jaxpr,
-      join("tagged_values"),
+      join("tags"),
       self._unreached_labels,
       self._cond_labels,
     )
@@ -159,12 +142,11 @@ class _Harvester:
     eqn: core.JaxprEqn,
     jaxpr: core.Jaxpr,
     location: _provenance.EqnLocation,
-    cond_branches: _CondBranches,
   ) -> _HarvestedEqn:
     """Rewrite one equation, or return it unchanged if it contains no tag."""
     capture = self._get_capture(eqn)
     if capture is not None:
-      return _capture_eqn(eqn, capture, cond_branches)
+      return _capture_eqn(eqn, capture)
     if not self._captured_search.any_inside(eqn):
       return _HarvestedEqn([eqn])
     eqn_location = location.locate(eqn, jaxpr)
@@ -176,17 +158,15 @@ class _Harvester:
     if not _can_add_outputs(eqn, hop):
       self._unreached_labels += labels
       return _HarvestedEqn([eqn])
-    is_cond = isinstance(hop, _higher_order.Cond)
-    self._cond_labels += labels * is_cond
+    if isinstance(hop, _higher_order.Cond):
+      self._cond_labels += labels
     # Captures are traced while the bodies are rewritten, so the mesh axes of a
     # `shard_map` must be bound.
     bodies = _higher_order.call_in_eqn_context(
       eqn,
       lambda: [
-        self.harvest_jaxpr(
-          body, eqn_location, (*cond_branches, *[(id(eqn), i)] * is_cond)
-        )
-        for i, body in enumerate(_higher_order.get_bodies(hop))
+        self.harvest_jaxpr(body, eqn_location)
+        for body in _higher_order.get_bodies(hop)
       ],
     )
     closed_jaxprs = [body.closed_jaxpr for body in bodies]
@@ -263,9 +243,7 @@ def get_tag(eqn: core.JaxprEqn) -> str | None:
 
 
 def _capture_eqn(
-  eqn: core.JaxprEqn,
-  capture: Callable[[Any], Any],
-  cond_branches: _CondBranches,
+  eqn: core.JaxprEqn, capture: Callable[[Any], Any]
 ) -> _HarvestedEqn:
   """Append the equations of its capture to a tag equation."""
   eqn = _eqns.replace_dropped_outvars(eqn)
@@ -279,8 +257,7 @@ def _capture_eqn(
     None if capture is UNCHANGED else _eqns.trace_replacement_eqns(fun, eqn)
   )
   eqns, captured_vars = replacement or ([eqn], eqn.outvars)
-  tagged_value = TaggedValue(str(get_tag(eqn)), cond_branches)
-  return _HarvestedEqn(eqns, captured_vars, [tagged_value])
+  return _HarvestedEqn(eqns, captured_vars, [str(get_tag(eqn))])
 
 
 def _can_add_outputs(
@@ -325,7 +302,7 @@ def _add_outputs_to_call(
     outvars=[*eqn.outvars, *captured_vars],
     params={**eqn.params, **out_params},
   )
-  return _HarvestedEqn([eqn], captured_vars, body.tagged_values)
+  return _HarvestedEqn([eqn], captured_vars, body.tags)
 
 
 def _make_extra_out_params(param_name: str, captured_vars: list[Any]) -> Any:
@@ -449,5 +426,5 @@ def _rebuild_eqn(
     else new_eqn
     for new_eqn in eqns
   ]
-  tagged_values = [value for body in bodies for value in body.tagged_values]
-  return _HarvestedEqn(new_eqns, captured_vars, tagged_values)
+  tags = [tag for body in bodies for tag in body.tags]
+  return _HarvestedEqn(new_eqns, captured_vars, tags)

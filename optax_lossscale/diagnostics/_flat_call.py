@@ -34,7 +34,6 @@ class FlatCall:
     input_names: their names.
     outputs: the outputs of the last call.
     scale_indices: the indices of the inputs that are loss scales.
-    last_finite_indices: the same for ``last_finite`` of their states.
   """
 
   def __init__(
@@ -53,7 +52,6 @@ class FlatCall:
     )
     self.outputs: list[_outputs.Output] = []
     self.scale_indices: tuple[int, ...] = ()
-    self.last_finite_indices: tuple[int, ...] = ()
 
   def __call__(self, fun: Callable[..., Any], *tracers: Any) -> list[Any]:
     """Call a function, and return the arrays that become outputs."""
@@ -64,9 +62,14 @@ class FlatCall:
       for leaf in flat_args.leaves
     ]
     call_trees = flat_args.unflatten(call_leaves)
-    self.scale_indices, self.last_finite_indices = _find_state_fields(
-      call_trees,
-      list(itertools.compress(call_leaves, map(_is_input, flat_args.leaves))),
+    call_inputs = itertools.compress(
+      call_leaves, map(_is_input, flat_args.leaves)
+    )
+    states = _state.find_loss_scale_states(call_trees)
+    self.scale_indices = tuple(
+      i
+      for i, x in enumerate(call_inputs)
+      if any(x is state.loss_scale for state in states)
     )
     args, others = call_trees[: self._num_args], call_trees[self._num_args :]
     result = fun(*args, **dict(zip(self._kwarg_names, others, strict=True)))
@@ -86,25 +89,6 @@ class FlatCall:
   def _flatten(self, trees: list[Any]) -> Any:
     pairs = list(zip(self._names, trees, strict=True))
     return _flattening.flatten_named_trees(pairs)
-
-
-def _find_state_fields(
-  call_trees: list[Any], call_leaves: list[Any]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-  """Return which inputs are loss scales, and which are ``last_finite``.
-
-  Args:
-    call_trees: the arguments of the function.
-    call_leaves: the inputs in them.
-  """
-  states = _state.find_loss_scale_states(call_trees)
-  find_indices = lambda fields: tuple(
-    i for i, x in enumerate(call_leaves) if any(x is y for y in fields)
-  )
-  return (
-    find_indices([state.loss_scale for state in states]),
-    find_indices([state.last_finite for state in states]),
-  )
 
 
 def _get_positional_names(fun: Callable[..., Any], num_args: int) -> list[str]:

@@ -56,8 +56,6 @@ class Output(NamedTuple):
     group: the index of the tree that it is a leaf of, among the trees of its
       kind: the results of the function, or what the calls of ``update`` or of
       ``value_and_grad`` tagged.
-    branches: for each ``cond`` around the tag, the outermost first, an
-      identifier of the ``cond`` and the index of the branch.
     tag_kind: the kind of its tag; empty without a tag.
     depends_on_update: whether it may depend on gradients that an `update`
       receives.
@@ -70,7 +68,6 @@ class Output(NamedTuple):
   kind: str
   name: str
   group: int
-  branches: tuple[tuple[int, int], ...] = ()
   tag_kind: str = ""
   depends_on_update: bool = False
   has_half_backward: bool = False
@@ -192,20 +189,18 @@ def is_optional_tag(name: str) -> bool:
   return tag is not None and tag.kind in _OPTIONAL_KINDS
 
 
-def as_outputs(
-  tagged_values: list[_tagged_values.TaggedValue],
-) -> list[Output]:
+def as_outputs(tag_names: list[str]) -> list[Output]:
   """Return outputs for tagged values.
 
   If there are several calls of ``update``, names begin with the number of
   theirs: ``[0]/``.
   """
   outputs = []
-  for name, branches in tagged_values:
+  for name in tag_names:
     tag = _tags.parse_tag(name)
     assert tag is not None  # Values with other tags are not captured.
     kind, call = _get_group(tag)
-    outputs.append(Output(kind, tag.path, call, branches, tag.kind))
+    outputs.append(Output(kind, tag.path, call, tag.kind))
   groups = {TagGroup(out.kind, out.group) for out in outputs}
   num_calls = collections.Counter(kind for kind, _ in groups)
   return [

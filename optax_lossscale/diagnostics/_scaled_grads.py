@@ -6,14 +6,15 @@ finite was not multiplied by this scale. It also runs with the gradients that
 then, they were cast to half precision.
 """
 
-from collections.abc import Iterator, Sequence
-import itertools
+from collections.abc import Callable, Iterator, Sequence
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from optax_lossscale.diagnostics import (
   _host_values,
+  _outputs,
   _reports,
   _scaling_mistakes,
   _step_runs,
@@ -44,26 +45,12 @@ _CAST_TO_HALF = _reports.Problem(
   " after they were unscaled, so small ones are zero.",
   "Keep true gradients in float32, and add up micro-batches in float32.",
 )
-_NEVER_MULTIPLIED = _reports.Problem(
-  "update{update} received gradients{names} that are divided by the loss scale,"
-  " but the backward pass does not multiply them by it: they are zero if it is"
-  " inf. The backward pass ignores the cotangent, as a custom_vjp with a wrong"
-  " rule does, or the scaled loss is divided by its own value.",
-  "Multiply by the cotangent in the backward rule of the loss, and scale the"
-  " loss last: ols.value_and_grad(loss_fn, opt_state).",
-)
 _TWO_STATES = _reports.Problem(
   "update{update} received gradients{names} that one loss-scale state scaled"
   " and another one unscaled: they change if one of the two scales changes.",
   "Pass the same opt_state to ols.scale_loss and ols.unscale_grads, or"
   " differentiate with ols.value_and_grad(loss_fn, opt_state).",
 )
-_CHAINED_WRAPPERS = _reports.Problem(
-  "update [{second}] receives the updates of update [{first}] as gradients: two"
-  " wrappers are in one chain, and each of them has a loss scale.",
-  "Wrap the chain once: ols.with_loss_scaling(optax.chain(first, second)).",
-)
-
 # With this factor, gradients are zero in float16, and normal in float32, even
 # if they are unscaled three times.
 _SMALL = 2.0**-40
@@ -97,183 +84,165 @@ def find_scaled_grads(runs: _step_runs.StepRuns) -> ScaledGrads:
   has_grads = bool(traced.grad_outputs)
   if not has_grads or not _step_runs.has_finite_grads(traced, runs.outs):
     return ScaledGrads({}, [], False)
-  experiment = _Experiment(runs)
-  ratios = {
-    i: 0.5 if traced.outputs[i].tag_kind == "scaled_grads" else 1.0
-    for i, scales in experiment.scales_by_grad.items()
-    if scales
+  grads = {
+    i: output
+    for i, output in enumerate(traced.outputs)
+    if output.kind == "grads"
+    and output.group in runs.updates
+    and (runs.updates[output.group].applied == 1).any()
+    and _host_values.is_any_nonzero([runs.outs[i]])
   }
-  mistakes = dict.fromkeys(experiment.find_mistakes())
-  is_known = len(ratios) == len(experiment.scales_by_grad)
-  return ScaledGrads(ratios, list(mistakes), is_known)
+  scales = _find_scales(runs, grads)
+  ratios = {
+    i: 0.5 if output.tag_kind == "scaled_grads" else 1.0
+    for i, output in grads.items()
+    if scales.by_grad[i]
+  }
+  mistakes = list(dict.fromkeys(_find_mistakes(runs, grads, scales)))
+  return ScaledGrads(ratios, mistakes, len(ratios) == len(grads))
 
 
-class _Experiment:
-  """The runs with changed loss scales and gradients, and what they show.
+class _Scales(NamedTuple):
+  """The loss scales of a step, as indices of its inputs.
 
   Attributes:
-    scales_by_grad: for each gradient that is not zero, by the index of its
-      output, the indices of the inputs that are its loss scales.
+    by_grad: those that multiply a gradient, by the index of its output.
+    by_update: those that an `update` receives, by the number of its call.
   """
 
-  def __init__(self, runs: _step_runs.StepRuns) -> None:
-    self._runs, self._traced = runs, runs.traced
-    self._grads = {
-      i: output
-      for i, output in enumerate(runs.traced.outputs)
-      if output.kind == "grads"
-      and output.group in runs.updates
-      and (runs.updates[output.group].applied == 1).any()
-      and _host_values.is_any_nonzero([runs.outs[i]])
-    }
-    self.scales_by_grad: dict[int, set[int]] = {i: set() for i in self._grads}
-    self._scales_by_update: dict[int, set[int]] = {}
-    self._zeros_after_overflow: set[int] = set()
-    self._halved_outs: dict[int, dict[int, Any]] = {}
-    for index in runs.traced.scale_indices:
-      outs = (
-        runs.overflow_outs
-        if len(runs.traced.scale_indices) == 1
-        else runs.run_with_overflow([index])
-      )
-      if outs is None:  # The step raises an error if a gradient overflows.
-        for scales in self.scales_by_grad.values():
-          scales.add(index)
-        continue
-      for i in self._list_overflowing(outs):
-        self.scales_by_grad[i].add(index)
-      self._zeros_after_overflow |= {
-        i for i in self._grads if not _host_values.is_any_nonzero([outs[i]])
-      }
-      for k, update in self._traced.read_updates(outs).items():
-        scale = update.update_scale
-        if np.array_equal(scale, runs.updates[k].update_scale):
-          continue
-        self._scales_by_update.setdefault(k, set()).add(index)
-        # An earlier update of this step may have decreased the scale.
-        if not np.isinf(scale).any():
-          for i, output in self._grads.items():
-            if output.group == k:
-              self.scales_by_grad[i].add(index)
+  by_grad: dict[int, set[int]]
+  by_update: dict[int, set[int]]
 
-  def find_mistakes(self) -> Iterator[_reports.Problem]:
-    """Yield the mistakes of all updates."""
-    yield from self._find_chained_wrappers()
-    replaced_outs = self._replace_unscaled()
-    reasons = {
-      i: self._judge_grad(i, replaced_outs and replaced_outs[i])
-      for i in self._grads
-    }
-    updates = {output.group for output in self._grads.values()}
-    for mistake in (
-      _CAST_TO_HALF,
-      _NOT_SCALED,
-      _NEVER_MULTIPLIED,
-      _CONSTANT_SCALE,
-      _OTHER_STATE,
-      _TWO_STATES,
-    ):
-      for k in sorted(updates):
-        indices = [i for i, x in self._grads.items() if x.group == k]
-        names = [self._grads[i].name for i in indices if reasons[i] == mistake]
-        if names:
-          yield _reports.fill_in_names(
-            mistake,
-            names,
-            [self._grads[i].name for i in indices],
-            update=_scaling_mistakes.format_update(self._traced, k),
-          )
 
-  def _judge_grad(self, i: int, replaced: Any) -> _reports.Problem | None:
-    """Return the mistake of a gradient, without names; None if it is sound.
-
-    Args:
-      i: the index of its output.
-      replaced: its value if unscaled gradients are small.
-    """
-    output = self._grads[i]
-    is_after_unscaling = replaced is not None and _host_values.is_any_different(
-      [(replaced, self._runs.outs[i])]
+def _find_scales(
+  runs: _step_runs.StepRuns, grads: dict[int, _outputs.Output]
+) -> _Scales:
+  """Find out which gradients overflow with which loss scale."""
+  traced = runs.traced
+  scales = _Scales({i: set() for i in grads}, {k: set() for k in runs.updates})
+  for index in traced.scale_indices:
+    outs = (
+      runs.overflow_outs
+      if len(traced.scale_indices) == 1
+      else runs.run_with_overflow([index])
     )
-    if is_after_unscaling and not _host_values.is_any_nonzero([replaced]):
-      return _CAST_TO_HALF
-    if _is_fixed(self._traced, output.group):
-      # The user may multiply the loss by a fixed scale as a constant.
-      return None
-    scales = self.scales_by_grad[i]
-    own_scales = self._scales_by_update.get(output.group, set())
-    if scales and own_scales:
-      if not scales & own_scales:
-        return _OTHER_STATE
-      return _TWO_STATES if self._has_two_states(i, own_scales) else None
-    if scales:
-      return None
-    if output.new_updates:
-      # The difference of parameters, as an outer optimizer receives it.
-      return None
-    if i in self._zeros_after_overflow:
-      return _NEVER_MULTIPLIED
-    if is_after_unscaling:
-      return _CONSTANT_SCALE if own_scales else None
-    # A state that is no argument may scale it.
-    is_unscaled = bool(self._traced.scale_indices) or not self._has_scale
-    return _NOT_SCALED if output.has_half_backward and is_unscaled else None
+    if outs is None:  # The step raises an error if a gradient overflows.
+      for grad_scales in scales.by_grad.values():
+        grad_scales.add(index)
+      continue
+    overflowing = set(_list_overflowing(traced, grads, outs))
+    for k, update in traced.read_updates(outs).items():
+      if np.array_equal(update.update_scale, runs.updates[k].update_scale):
+        continue
+      scales.by_update[k].add(index)
+      # An earlier update of this step may have decreased the scale.
+      if not np.isinf(update.update_scale).any():
+        overflowing |= {i for i, x in grads.items() if x.group == k}
+    for i in overflowing:
+      scales.by_grad[i].add(index)
+  return scales
 
-  @property
-  def _has_scale(self) -> bool:
-    """Whether any loss is multiplied by a loss scale."""
-    return any(tag.kind == "scale" for tag in self._traced.tags.values())
 
-  def _has_two_states(self, i: int, own_scales: set[int]) -> bool:
-    """Return whether the loss scale of another state acts on a gradient."""
-    for index in {*self._traced.scale_indices} - own_scales:
-      if index not in self._halved_outs:
-        inputs = self._traced.scale_inputs(0.5, [index])
-        outs = self._runs.run(inputs)
-        self._halved_outs[index] = {k: outs[k] for k in self._grads}
-      ratio = _scaling_mistakes.measure_ratio(
-        self._runs.outs[i], self._halved_outs[index][i]
-      )
-      if any(_scaling_mistakes.is_close(ratio, x) for x in (0.5, 2.0)):
-        return True
-    return False
+def _list_overflowing(
+  traced: _tracing.TracedFunction,
+  grads: dict[int, _outputs.Output],
+  outs: Sequence[Any],
+) -> Iterator[int]:
+  """Yield the gradients that overflow in a run, even if it is hidden."""
+  nonfinite = {*_host_values.list_nonfinite(outs)}
+  received = {grads[i].group for i in nonfinite & grads.keys()}
+  is_hidden = any(traced.outputs[i].kind == "unscaled" for i in nonfinite)
+  for i, output in grads.items():
+    if i in nonfinite or (is_hidden and output.group not in received):
+      yield i
 
-  def _find_chained_wrappers(self) -> Iterator[_reports.Problem]:
-    """Yield updates whose gradients are the updates of another one."""
-    by_group: dict[tuple[str, int], list[Any]] = {}
-    for output, x in zip(self._traced.outputs, self._runs.outs, strict=True):
-      by_group.setdefault((output.kind, output.group), []).append(x)
-    updates = {k: x for (kind, k), x in by_group.items() if kind == "grads"}
-    for first, second in itertools.permutations(updates, 2):
-      new_updates = by_group.get(("new_updates", first), [])
-      pairs = list(zip(new_updates, updates[second], strict=False))
-      if (
-        len(new_updates) == len(updates[second])
-        and all(x.shape == y.shape for x, y in pairs)
-        and _host_values.is_any_nonzero(new_updates)
-        and not _host_values.is_any_different(pairs)
-      ):
+
+def _find_mistakes(
+  runs: _step_runs.StepRuns,
+  grads: dict[int, _outputs.Output],
+  scales: _Scales,
+) -> Iterator[_reports.Problem]:
+  """Yield the mistakes of all updates."""
+  replaced_outs = _replace_unscaled(runs)
+
+  @functools.cache
+  def halve_scale(index: int) -> dict[int, Any]:
+    outs = runs.run(runs.traced.scale_inputs(0.5, [index]))
+    return {i: outs[i] for i in grads}
+
+  reasons = {
+    i: _judge_grad(
+      runs, scales, i, replaced_outs and replaced_outs[i], halve_scale
+    )
+    for i in grads
+  }
+  for mistake in (
+    _CAST_TO_HALF, _NOT_SCALED, _CONSTANT_SCALE, _OTHER_STATE, _TWO_STATES
+  ):  # fmt: skip
+    for k in sorted({output.group for output in grads.values()}):
+      names = {i: x.name for i, x in grads.items() if x.group == k}
+      affected = [name for i, name in names.items() if reasons[i] == mistake]
+      if affected:
         yield _reports.fill_in_names(
-          _CHAINED_WRAPPERS, first=first, second=second
+          mistake,
+          affected,
+          [*names.values()],
+          update=_scaling_mistakes.format_update(runs.traced, k),
         )
 
-  def _replace_unscaled(self) -> Sequence[Any] | None:
-    """Run the step with small unscaled gradients."""
-    tags = self._traced.tags.values()
-    groups = {tag for tag in tags if tag.kind == "unscaled"}
-    if not groups:
-      return None
-    return self._runs.run_replaced(dict.fromkeys(groups, _SMALL))
 
-  def _list_overflowing(self, outs: Sequence[Any]) -> Iterator[int]:
-    """Yield the gradients that overflow in a run, even if it is hidden."""
-    nonfinite = {*_host_values.list_nonfinite(outs)}
-    outputs = self._traced.outputs
-    received = {outputs[i].group for i in nonfinite & self._grads.keys()}
-    is_hidden = any(outputs[i].kind == "unscaled" for i in nonfinite)
-    for i, output in self._grads.items():
-      if i in nonfinite or (is_hidden and output.group not in received):
-        yield i
+def _judge_grad(
+  runs: _step_runs.StepRuns,
+  scales: _Scales,
+  i: int,
+  replaced: Any,
+  halve_scale: Callable[[int], dict[int, Any]],
+) -> _reports.Problem | None:
+  """Return the mistake of a gradient, without names; None if it is sound.
+
+  Args:
+    runs: the runs of the step.
+    scales: its loss scales.
+    i: the index of the gradient among the outputs.
+    replaced: its value if unscaled gradients are small.
+    halve_scale: returns the gradients if this loss scale is halved.
+  """
+  traced, output = runs.traced, runs.traced.outputs[i]
+  is_after_unscaling = replaced is not None and _host_values.is_any_different(
+    [(replaced, runs.outs[i])]
+  )
+  if is_after_unscaling and not _host_values.is_any_nonzero([replaced]):
+    return _CAST_TO_HALF
+  # The user may multiply the loss by a fixed scale as a constant.
+  if _is_fixed(traced, output.group):
+    return None
+  grad_scales, own_scales = scales.by_grad[i], scales.by_update[output.group]
+  if grad_scales and own_scales:
+    if not grad_scales & own_scales:
+      return _OTHER_STATE
+    others = {*traced.scale_indices} - own_scales
+    is_changed = lambda k: any(
+      _scaling_mistakes.is_close(
+        _scaling_mistakes.measure_ratio(runs.outs[i], halve_scale(k)[i]), factor
+      )
+      for factor in (0.5, 2.0)
+    )
+    return _TWO_STATES if any(map(is_changed, others)) else None
+  # The difference of parameters, as an outer optimizer receives it, has none.
+  if grad_scales or output.new_updates:
+    return None
+  if is_after_unscaling:
+    return _CONSTANT_SCALE if own_scales else None
+  # A state that is no argument may scale it.
+  has_scale = any(tag.kind == "scale" for tag in traced.tags.values())
+  is_unscaled = bool(traced.scale_indices) or not has_scale
+  return _NOT_SCALED if output.has_half_backward and is_unscaled else None
+
+
+def _replace_unscaled(runs: _step_runs.StepRuns) -> Sequence[Any] | None:
+  """Run the step with small unscaled gradients, if there are any."""
+  groups = {tag for tag in runs.traced.tags.values() if tag.kind == "unscaled"}
+  return runs.run_replaced(dict.fromkeys(groups, _SMALL)) if groups else None
 
 
 def _is_fixed(traced: _tracing.TracedFunction, group: int) -> bool:

@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 import jax
-import numpy as np
 
 from optax_lossscale.diagnostics import (
   _host_values,
@@ -41,7 +40,6 @@ class StepRuns:
   ) -> None:
     self.traced, self.run, self.outs = traced, run, outs
     self._is_finite_by_decrease: dict[int, bool] = {}
-    self._find_scale_inputs()
 
   def with_lower_scale(self, factor: float) -> "StepRuns":
     """Return the runs of the step with lower loss scales."""
@@ -49,33 +47,6 @@ class StepRuns:
     return StepRuns(
       self.traced._replace(inputs=inputs), self.run, self.run(inputs)
     )
-
-  def _find_scale_inputs(self) -> None:
-    """Find loss scales in states that only the step recognizes.
-
-    The leaves of a state may be a list, for example. The loss scale of an
-    update must follow such an argument.
-    """
-    scales = self.traced.read_kind(self.outs, "update_scale")
-    if self.traced.scale_indices or not scales:
-      return
-    candidates = {
-      i: x
-      for i, x in enumerate(self.traced.inputs)
-      if x.dtype == np.float32 and x.shape in [y.shape for y in scales]
-    }
-
-    def moves_scale(i: int) -> bool:
-      outs = self.run(self.traced.scale_inputs(0.5, [i]))
-      new_scales = self.traced.read_kind(outs, "update_scale")
-      return not all(map(np.array_equal, scales, new_scales))
-
-    indices = tuple(
-      i
-      for i, x in _host_values.to_host(candidates).items()
-      if any(np.array_equal(x, y) for y in scales) and moves_scale(i)
-    )
-    self.traced = self.traced._replace(scale_indices=indices)
 
   @functools.cached_property
   def updates(self) -> dict[int, _tracing.UpdateRecord]:

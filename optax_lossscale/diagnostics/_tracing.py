@@ -91,8 +91,6 @@ class TracedFunction(NamedTuple):
       which may not be taken.
     scale_indices: the indices of the inputs that are loss scales, in the order
       of the inputs.
-    last_finite_indices: the indices of the inputs that are ``last_finite`` of a
-      loss-scale state.
     lowest_scale: the lowest loss scale that all policies allow; None if it is
       unknown.
     regions: what its outputs depend on; None if the arguments are shapes.
@@ -107,7 +105,6 @@ class TracedFunction(NamedTuple):
   unreached_locations: list[str]
   cond_branch_locations: list[str]
   scale_indices: tuple[int, ...]
-  last_finite_indices: tuple[int, ...]
   lowest_scale: float | None
   regions: _regions.Regions | None
   tags: Mapping[_regions.Key, _outputs.TagGroup]
@@ -290,7 +287,7 @@ def trace(
   closed_jaxpr = harvest.closed_jaxpr
   # A Ref in the arguments is copied, but one in a closure would be mutated.
   _check_no_ref_consts(closed_jaxpr)
-  outputs = [*call.outputs, *_outputs.as_outputs(harvest.tagged_values)]
+  outputs = [*call.outputs, *_outputs.as_outputs(harvest.tags)]
   regions, tags = None, {}
   if not allow_abstract:
     regions = _regions.find_regions(closed_jaxpr, _host_values.is_finite)
@@ -309,7 +306,6 @@ def trace(
     harvest.unreached_labels,
     harvest.cond_labels,
     call.scale_indices,
-    call.last_finite_indices,
     _find_lowest_scale(closed_jaxpr),
     regions,
     tags,

@@ -41,12 +41,6 @@ _NAN_STATE = _reports.Problem(
   " ols.with_loss_scaling(optax.chain(optax.trace(0.9), inner)), or keep its"
   " old value in a skipped step: ols.select_if_applied(opt_state, new, old).",
 )
-_OLD_FLAG = _reports.Problem(
-  "The result {name} is selected by whether the step before this one was"
-  " applied: select_if_applied received the opt_state from before update.",
-  "Pass the new state: updates, opt_state = tx.update(grads, opt_state,"
-  " params), and then ols.select_if_applied(opt_state, new, old).",
-)
 _DIFFERENT_COPIES = _reports.Problem(
   "The copies of the result {name} on different devices are not equal, so the"
   " devices train different models.",
@@ -223,7 +217,6 @@ def _check_runs(
     mistakes
     or _returned_states.check_with_lower_scale(runs)
     or _check_larger_scales(runs)
-    or _check_flags(runs)
   )
   limitations = [x for x in findings if isinstance(x, str)]
   is_kept = not {
@@ -264,30 +257,6 @@ def _check_larger_scales(
     if {unscaled[i][1] for i in indices} == groups:
       return _find_hidden_overflows(traced, outs)
   return []
-
-
-def _check_flags(runs: _step_runs.StepRuns) -> list[_reports.Problem]:
-  """Check that no result is kept back by ``last_finite`` of the arguments."""
-  traced = runs.traced
-  outs = runs.run(
-    [
-      ~x if i in traced.last_finite_indices else x
-      for i, x in enumerate(traced.inputs)
-    ]
-  )
-  for output, x, y in zip(traced.outputs, runs.outs, outs, strict=True):
-    if (
-      output.is_trained
-      and _host_values.is_any_different([(x, y)])
-      and any(_is_equal(y, old) for old in traced.inputs)
-    ):
-      return [_reports.fill_in_names(_OLD_FLAG, name=output.name)]
-  return []
-
-
-def _is_equal(x: Any, y: Any) -> bool:
-  is_same_type = (x.shape, x.dtype) == (y.shape, y.dtype)
-  return is_same_type and not _host_values.is_any_different([(x, y)])
 
 
 def _check_copies(

@@ -171,7 +171,6 @@ def search_traced(
     program.run(inputs, replaced=replaced).outs
   )
   runs = _step_runs.StepRuns(traced, run, record.outs)
-  traced = runs.traced
   bad_outputs = [
     i
     for i in _host_values.list_nonfinite(record.outs)

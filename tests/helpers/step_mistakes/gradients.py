@@ -138,18 +138,6 @@ def _unscaled_head(loss, params, opt_state):
   return {"w": first, "head": jax.grad(loss_of("head"))(params["head"])}
 
 
-@jax.custom_vjp
-def _square_error(out):
-  return jnp.mean((out - 1) ** 2)
-
-
-# The rule ignores the cotangent.
-_square_error.defvjp(
-  lambda out: (_square_error(out), out),
-  lambda out, cotangent: (2 * (out - 1) / out.size,),
-)
-
-
 def make_closed_step(policy, differentiate=compute_grads):
   """The state of the optimizer is not an argument."""
   tx = ols.with_loss_scaling(optax.sgd(0.1), policy)
@@ -308,13 +296,6 @@ MISTAKES = {
     "skipped by an argument of float32": prepare_step(
       update_kwargs={"grads_finite": np.float32(0)}
     ),
-  },
-  ("divided by the loss scale, but the backward pass", "cotangent"): {
-    "rule that ignores the cotangent": prepare_step(
-      loss_fn=ols.autocast(
-        lambda params, x: _square_error(jnp.tanh(x @ params["w"]))
-      )
-    )
   },
   ("something cuts off the scaled loss", "Don't clip the scaled loss"): {
     # At the largest number of float16.

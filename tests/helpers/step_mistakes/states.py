@@ -10,7 +10,6 @@ import optax
 
 from helpers.step_mistakes.gradients import (
   make_closed_step,
-  unscale_twice,
 )
 from helpers.train_steps import (
   apply_updates,
@@ -81,15 +80,14 @@ def _make_new_state_step():
   return step, (PARAMS, TX.init(PARAMS), BATCH)
 
 
-def _make_leaves_step(differentiate):
+def _make_leaves_step():
   """The state is a list of arrays, as from a checkpoint."""
   leaves, structure = jax.tree.flatten(TX.init(PARAMS))
 
   @jax.jit
   def step(params, leaves, batch):
     state = jax.tree.unflatten(structure, leaves)
-    grads = differentiate(lambda p: loss_fn(p, batch), params, state)
-    params, state = apply_updates(TX, grads, params, state)
+    params, state = train(params, state, batch)
     return params, jax.tree.leaves(state)
 
   return step, (PARAMS, leaves, BATCH)
@@ -108,15 +106,10 @@ def _make_average_step(select):
   return step, (PARAMS, zeros, TX.init(PARAMS), BATCH)
 
 
-def _prepare_mean(choose_state):
+def _select_mean(old, new, mean):
   """The step selects a running mean by whether it was applied."""
-
-  def make_result(old, new, mean):
-    state = choose_state(old[1], new[1])
-    new_mean = 0.9 * mean + 0.1 * jnp.mean(BATCH, 0)
-    return *new, ols.select_if_applied(state, new_mean, mean)
-
-  return prepare_result(make_result, extra=(np.zeros(4, np.float32),))
+  new_mean = 0.9 * mean + 0.1 * jnp.mean(BATCH, 0)
+  return *new, ols.select_if_applied(new[1], new_mean, mean)
 
 
 def _make_member_step():
@@ -243,11 +236,6 @@ MISTAKES = {
       lambda loss, params, state: compute_grads(loss, params, TX.init(PARAMS))
     )
   },
-  ("double if the loss scale halves", "Drop unscale_grads"): {
-    "unscaled twice with a state of leaves": functools.partial(
-      _make_leaves_step, unscale_twice
-    ),
-  },
   (
     "update does not use the loss-scale state among the arguments",
     "Call tx.init once, before training",
@@ -277,14 +265,6 @@ MISTAKES = {
   ("one loss-scale state scaled and another one", "Pass the same opt_state"): {
     "unscaled with the other state": _make_other_unscaling_step
   },
-  ("two wrappers are in one chain", "Wrap the chain once"): {
-    "two wrappers": prepare_step(
-      lambda loss, params, state: compute_grads(loss, params, state[0]),
-      wrap_tx=lambda tx: optax.chain(
-        ols.with_loss_scaling(optax.clip(1.0)), tx
-      ),
-    )
-  },
   ("MultiSteps is around with_loss_scaling", "Put it inside"): {
     "MultiSteps around the wrapper": prepare_step(
       lambda loss, params, state: compute_grads(
@@ -296,11 +276,6 @@ MISTAKES = {
   ("its scale is 64 in place of 1", "Return it unchanged"): {
     "state of the first member": _make_member_step
   },
-  ("is selected by whether the step before", "Pass the new state"): {
-    "mean selected by the old state": _prepare_mean(
-      lambda old_state, new_state: old_state
-    )
-  },
 }
 
 LOOKALIKES = {
@@ -311,9 +286,11 @@ LOOKALIKES = {
   "update in every third iteration": _make_waiting_epoch,
   "scale without a name": _make_own_state_step,
   "state in a Ref": _make_ref_step,
-  "state of leaves": functools.partial(_make_leaves_step, compute_grads),
+  "state of leaves": _make_leaves_step,
   **{name: prepare_step(policy=policy) for name, policy in POLICIES.items()},
-  "selected mean": _prepare_mean(lambda old_state, new_state: new_state),
+  "selected mean": prepare_result(
+    _select_mean, extra=(np.zeros(4, np.float32),)
+  ),
   "selected average of gradients": functools.partial(
     _make_average_step, ols.select_if_applied
   ),
