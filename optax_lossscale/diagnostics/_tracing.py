@@ -350,9 +350,6 @@ def _trace_or_unwrap(
     with _restore_attributes(caller, fun):
       return trace_fun(fun)
   except Exception as error:
-    # An error of Flax, matched by name since Flax may not be installed.
-    if type(error).__name__ == "TraceContextError":
-      raise TypeError(_closed_over_message(caller, fun)) from error
     unwrapped_fun = getattr(fun, "__wrapped__", None)
     if unwrapped_fun is None or "compiler_options" not in str(error):
       raise
@@ -402,16 +399,6 @@ def _check_no_ref_consts(closed_jaxpr: _eqns.ClosedJaxpr) -> None:
     )
 
 
-def _closed_over_message(caller: str, fun: Any) -> str:
-  name = getattr(fun, "__name__", type(fun).__name__)
-  return (
-    f"{name} changes Flax NNX objects that are not arguments: {name} closes"
-    " over them, or nnx.cached_partial binds them. Write"
-    f" {caller}({name}, model, optimizer, batch), with the function before"
-    " nnx.cached_partial."
-  )
-
-
 def _check_no_dropped_scans(
   caller: str, closed_jaxpr: _eqns.ClosedJaxpr
 ) -> None:
@@ -425,11 +412,6 @@ def _check_no_dropped_scans(
 
 
 def _check_callable(caller: str, fun: Any) -> None:
-  if isinstance(fun, jax.stages.Compiled):
-    raise TypeError(
-      "fun must be a function that can be traced, got a compiled function. Pass"
-      " the jitted function, without .lower(...).compile()."
-    )
   hint = f" Write {caller}(fun, *args), not {caller}(fun(*args))."
   _checks.check_callable("fun", fun, hint=hint)
 

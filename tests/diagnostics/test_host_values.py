@@ -1,7 +1,6 @@
 """Reports read only small arrays, even if processes share the large ones."""
 
 from helpers import parametrize_slow, sharded_reports
-import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
@@ -56,22 +55,3 @@ def test_reports_read_only_small_arrays(name, read_sizes):
   assert sharded_reports.CASES[name].text in run_report()
   assert read_sizes
   assert max(read_sizes) <= MAX_READ_SIZE
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_pmap_is_not_analyzed_on_the_devices_of_other_processes(
-  num_processes, monkeypatch
-):
-  monkeypatch.setattr(jax, "process_count", lambda: num_processes)
-  report = sharded_reports.prepare_report("sound in pmap")()
-  assert ("the devices of other processes" in report) == (num_processes > 1)
-
-
-@pytest.mark.slow
-def test_shard_map_is_analyzed_on_the_devices_of_all_processes(monkeypatch):
-  monkeypatch.setattr(jax, "process_count", lambda: 2)
-  spans_processes = property(lambda mesh: True)
-  monkeypatch.setattr(jax.sharding.Mesh, "is_multi_process", spans_processes)
-  report = sharded_reports.prepare_report("sound in shard_map")()
-  assert "other processes" not in report

@@ -3,7 +3,7 @@
 import functools
 
 from flax import nnx
-from helpers import parametrize_slow, step_mistakes, train_steps, whole_steps
+from helpers import parametrize_slow, step_mistakes, train_steps
 from helpers.train_steps import BATCH, make_step, PARAMS
 import jax
 import jax.numpy as jnp
@@ -58,14 +58,6 @@ def test_under_jit_the_error_says_to_call_the_report_outside(report):
   if report is not precision_report:
     with pytest.raises(TypeError, match=r"outside jit, .* on the host\."):
       jax.jit(called)()
-
-
-@every_report
-def test_a_compiled_step_raises_an_error_that_says_what_to_pass(report):
-  step, args = make_step()
-  compiled = step.lower(*args).compile()
-  with pytest.raises(TypeError, match="Pass the jitted function, without"):
-    report(compiled, *args)
 
 
 @every_report
@@ -197,17 +189,6 @@ def test_a_model_with_tied_weights_is_reported_as_it_trains(make_inner):
   assert names == {"embed/embedding", "body/kernel"}
   step, args = make_tied_step(make_inner(1e-3), keep_float32=sorted(names)[:1])
   assert {row.name for row in compare(step, *args).layers} < names
-
-
-def test_nnx_cached_partial_is_refused_with_the_line_to_write():
-  step, (model, optimizer, batch) = whole_steps.make_step(
-    "with NNX in place", whole_steps.SMALL
-  )
-  bound = nnx.cached_partial(step, model, optimizer)
-  for report in compare, precision_report:
-    message = r"cached_partial binds them. Write \w+\(step, model, optimizer"
-    with pytest.raises(TypeError, match=message):
-      report(bound, batch)
 
 
 @pytest.mark.slow

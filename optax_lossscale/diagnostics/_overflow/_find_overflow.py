@@ -13,14 +13,11 @@ import dataclasses
 import re
 from typing import Any, NamedTuple
 
-import jax
-from jax.extend import core
 import numpy as np
 
 from optax_lossscale import _transfer_guard, _warnings
 from optax_lossscale._jaxprs import (
   _eqns,
-  _higher_order,
   _primitives,
   _provenance,
   _regions,
@@ -273,21 +270,7 @@ def _join_origins(
 def _describe_limitations(traced: _tracing.TracedFunction) -> list[str]:
   """Return sentences on what was not run."""
   messages = _tracing.describe_unreached(traced.unreached_locations)
-  is_local = _walk.EqnSearch(_runs_on_local_devices, _eqns.subjaxprs)
-  if jax.process_count() > 1 and is_local.any_in_jaxpr(
-    traced.closed_jaxpr.jaxpr
-  ):
-    messages.append(
-      "the devices of other processes, since JAX traces pmap for the devices of"
-      " one process: use jax.shard_map, or run the report on a single process"
-    )
   return [f"Not analyzed: {message}." for message in messages]
-
-
-def _runs_on_local_devices(eqn: core.JaxprEqn) -> bool:
-  """Return whether a ``shard_map`` runs on the devices of a single process."""
-  mesh = getattr(_higher_order.parse_higher_order(eqn), "mesh", None)
-  return isinstance(mesh, jax.sharding.Mesh) and not mesh.is_multi_process
 
 
 def _disambiguate_names(
