@@ -7,6 +7,7 @@ pass through ``scan``, ``vmap`` and ``shard_map`` like any gradient, and are
 added up.
 """
 
+from collections.abc import Sequence
 import functools
 from typing import Any
 
@@ -106,12 +107,12 @@ def probe(x: jax.Array, counter: jax.Array) -> jax.Array:
   return _probe(tuple(counter_axes - x_axes), x, counter)
 
 
-def probe_counters(*shape: int) -> jax.Array:
+def probe_counters(shape: int | Sequence[int] = ()) -> jax.Array:
   """Returns counters for :func:`probe`: float32 zeros, shape ``(*shape, 43)``.
 
   Args:
-    *shape: the shape of an array of counters, such as the number of layers of a
-      ``scan``; none for a single counter.
+    shape: the shape of an array of counters, such as the number of layers of a
+      ``scan``; by default that of a single counter.
 
   Returns:
     The counters. Pass them to the loss function, and differentiate with respect
@@ -122,6 +123,7 @@ def probe_counters(*shape: int) -> jax.Array:
     >>> print(diagnostics.probe_counters(12).shape)
     (12, 43)
   """
+  shape = (shape,) if isinstance(shape, int) else shape
   return jnp.zeros((*shape, NUM_BINS), jnp.float32)
 
 

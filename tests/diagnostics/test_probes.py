@@ -240,7 +240,7 @@ def test_a_slot_that_is_not_differentiated_costs_nothing():
 def test_functions_that_read_counts_are_exact():
   x = jnp.array([0, 0, 0.75, 40000, -20000, jnp.inf, jnp.nan, 1], jnp.float16)
   metrics = diagnostics.probe_metrics(
-    {"a": get_counts(x), "b": diagnostics.probe_counters(2)}
+    {"a": get_counts(x), "b": diagnostics.probe_counters((2,))}
   )
   assert {k: v.item() for k, v in metrics["a"].items()} == {
     "amax": 65504.0,
