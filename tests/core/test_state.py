@@ -169,7 +169,8 @@ def test_setting_the_scale_of_many_members_sets_each():
     functools.partial(ols.grad, lambda x: x),
   ],
   ids=[
-    *("get_loss_scale_state", "loss_scale_metrics", "set_loss_scale"),
+    *("get_loss_scale_state", "loss_scale_metrics", "raise_if_stuck"),
+    "set_loss_scale",
     *("scale_loss", "unscale_grads", "select_if_applied"),
     *("value_and_grad", "grad"),
   ],
