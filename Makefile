@@ -90,6 +90,7 @@ check: $(VENV)/installed-test ## Run the linter, the formatter's check and the t
 
 test: $(VENV)/installed-test ## Run the quick tests, or with ON=oldest those of a line at the top of the Makefile
 	$(PREPARE_$(ON))
+	@echo "Collecting the tests: half a minute the first time."
 	$(SETTINGS_$(ON)) $(PYTEST) $(TESTS)
 
 test-slow: $(VENV)/installed-test $(VENV)/installed-tpu ## Run the other tests: notebooks, processes, releases
