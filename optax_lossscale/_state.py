@@ -1,7 +1,6 @@
 """The loss-scale state: its fields, and functions to find and change it."""
 
 from collections.abc import Mapping
-import functools
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -10,7 +9,6 @@ import optax
 
 from optax_lossscale import _arrays, _checks, _paths, _transfer_guard
 
-_Class = TypeVar("_Class", bound=type)
 _Tree = TypeVar("_Tree")
 
 
@@ -197,24 +195,6 @@ def record_step(
     last_finite=finite,
     total_notfinite=jnp.where(finite, state.total_notfinite, total_skips),
   )
-
-
-def support_old_pickles(cls: _Class) -> _Class:
-  """Let pickles of a named tuple load that have another number of fields.
-
-  Unpickling calls the class with all fields in order. If their number differs
-  from today's, the result is a plain tuple instead of an error that would make
-  the whole pickle unreadable. `get_policy_state` then raises with the remedy.
-  """
-  original_new: Any = cls.__new__
-
-  @functools.wraps(original_new)  # The signature keeps the fields.
-  def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    has_other_arity = args and not kwargs and len(args) != len(cls._fields)
-    return args if has_other_arity else original_new(cls, *args, **kwargs)
-
-  setattr(cls, "__new__", staticmethod(new))  # noqa: B010
-  return cls
 
 
 def get_policy_state(policy: Any, state: LossScaleState, cls: Any) -> Any:

@@ -13,7 +13,6 @@ from optax_lossscale._state import LossScaleState
 HysteresisRefill = Literal["growth", "finite", "backoff"]
 
 
-@_state.support_old_pickles
 class DynamicPolicyState(NamedTuple):
   """The policy state of :class:`DynamicLossScale`, if it has hysteresis.
 

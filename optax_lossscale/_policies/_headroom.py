@@ -30,7 +30,6 @@ _DEFAULT_LOG2_SCALE = 15
 _NO_LIMIT = 128
 
 
-@_state.support_old_pickles
 class HeadroomPolicyState(NamedTuple):
   """The policy state of :class:`HeadroomLossScale`.
 
@@ -43,7 +42,7 @@ class HeadroomPolicyState(NamedTuple):
       if a scale as high has worked since; int32, shape ``()``.
     steps_since_overflow: the number of steps with gradients since the last
       overflow. It determines when the failed scale rises, and by how much;
-      int32, shape ``()``. It is -1 before the first step.
+      int32, shape ``()``.
     steps_without_grads: the number of steps in a row without gradients, because
       all were zero or some were not finite; int32, shape ``()``.
     search_delay: the number of steps without gradients after which a search
@@ -177,7 +176,7 @@ class HeadroomLossScale:
     policy_state = HeadroomPolicyState(
       max_log2_scale=_log2_scales.floor_log2(self.init_scale),
       failed_log2_scale=jnp.full((), _NO_LIMIT, jnp.int32),
-      steps_since_overflow=jnp.full((), -1, jnp.int32),
+      steps_since_overflow=jnp.zeros((), jnp.int32),
       steps_without_grads=jnp.zeros((), jnp.int32),
       search_delay=jnp.full((), _search.MIN_SEARCH_DELAY, jnp.int32),
       amax_history=jnp.zeros((int(self.amax_history_len),), jnp.float32),
@@ -206,7 +205,7 @@ class HeadroomLossScale:
       )
     amax = jnp.abs(_arrays.cast(grads_amax, jnp.float32))
     policy_state = _state.get_policy_state(self, state, HeadroomPolicyState)
-    state = state._replace(policy_state=self._initialize_if_fresh(policy_state))
+    state = state._replace(policy_state=policy_state)
     counted_state = _state.record_step(state, grads_finite)
     finite = counted_state.last_finite
     has_grads = finite & (amax >= _arrays.FLOAT32_TINY) & jnp.isfinite(amax)
@@ -245,24 +244,6 @@ class HeadroomLossScale:
         scale_changed, jnp.int32(0), counted_state.finite_count
       ),
       policy_state=policy_state,
-    )
-
-  def _initialize_if_fresh(
-    self, policy_state: HeadroomPolicyState
-  ) -> HeadroomPolicyState:
-    """Replace a policy state from before the first step by that of `init`.
-
-    If a checkpoint of another version lacks fields, Flax fills them from a
-    fresh state. The result mixes both states, and `steps_since_overflow` is -1.
-    The history is cleared and keeps its length.
-    """
-    zeros = jnp.zeros_like(policy_state.amax_history)
-    initial = self.init().policy_state._replace(amax_history=zeros)
-    initialized = _arrays.select(
-      policy_state.steps_since_overflow < 0, initial, policy_state
-    )
-    return initialized._replace(
-      steps_since_overflow=jnp.maximum(policy_state.steps_since_overflow, 0)
     )
 
   def _get_recorded_amax(

@@ -18,7 +18,6 @@ from optax_lossscale import _arrays, _checks, _state
 _MAX_FRACTION_TERM = 2**15
 
 
-@_state.support_old_pickles
 class DeepSpeedPolicyState(NamedTuple):
   """The policy state of :class:`DeepSpeedLossScale`.
 
@@ -128,7 +127,6 @@ class DeepSpeedLossScale:
     )
 
 
-@_state.support_old_pickles
 class FairseqPolicyState(NamedTuple):
   """The policy state of :class:`FairseqLossScale`.
 

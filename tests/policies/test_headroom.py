@@ -320,18 +320,6 @@ def test_a_scale_set_to_any_value_becomes_a_power_of_two():
     assert np.frexp(scale)[0] == 0.5
 
 
-@pytest.mark.parametrize("amax", [2.0**-10, None])
-def test_what_is_mixed_into_the_policy_state_of_init_is_ignored(amax):
-  """As if a checkpoint of another version had only some of its fields."""
-  fresh = POLICY.init()
-  others = {"max_log2_scale": np.int32(3), "search_delay": np.int32(9)}
-  history = fresh.policy_state.amax_history + 2.0**-3
-  policy_state = fresh.policy_state._replace(**others, amax_history=history)
-  mixed = fresh._replace(policy_state=policy_state)
-  states = run(POLICY, [amax], mixed), run(POLICY, [amax], fresh)
-  assert all(map(has_same_bits, *map(jax.tree.leaves, states)))
-
-
 def test_adjust_without_the_maximum_says_how_to_get_it():
   with pytest.raises(TypeError, match="with_loss_scaling passes it"):
     POLICY.adjust(POLICY.init(), True)
