@@ -86,7 +86,7 @@ def autocast(
   :func:`jax.default_matmul_precision`), and linear algebra. Matmuls inside
   operations that autocast can't rewrite, such as a Pallas kernel, run
   unchanged, and autocast warns. The report
-  ``optax_lossscale.diagnostics.precision_report`` shows the percentage of FLOPs
+  ``optax_lossscale.diagnostics.count_flops`` shows the percentage of FLOPs
   in each dtype.
 
   Args:

@@ -111,7 +111,7 @@ class Float32Filter(NamedTuple):
       message = (
         f"keep_float32 = {name} selects no matmul or convolution. Pass a name"
         " scope, a parameter path or a source line, as"
-        " optax_lossscale.diagnostics.precision_report prints them. The nearest"
+        " optax_lossscale.diagnostics.count_flops prints them. The nearest"
         f" names are {', '.join(map(repr, nearest))}."
       )
     else:

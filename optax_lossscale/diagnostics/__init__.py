@@ -1,15 +1,11 @@
 """Find overflow, underflow and lost precision in a training step.
 
 Call ``check_step``, ``find_overflow``, ``compare_precision`` and
-``nonfinite_leaves`` outside ``jit``, since they read values.
-``precision_report`` reads only shapes. Use the probes inside ``jit``.
+``nonfinite_leaves`` outside ``jit``, since they read values. ``count_flops``
+reads only shapes. Use the probes inside ``jit``.
 """
 
 from optax_lossscale.diagnostics._check_step import check_step, StepCheck
-from optax_lossscale.diagnostics._comparison._compare_precision import (
-  compare_precision,
-)
-from optax_lossscale.diagnostics._comparison._report import PrecisionComparison
 from optax_lossscale.diagnostics._eqn_stats import Operand
 from optax_lossscale.diagnostics._leaves import (
   nonfinite_leaves,
@@ -17,9 +13,15 @@ from optax_lossscale.diagnostics._leaves import (
 )
 from optax_lossscale.diagnostics._overflow._find_overflow import find_overflow
 from optax_lossscale.diagnostics._overflow._report import Overflow
-from optax_lossscale.diagnostics._precision_report import (
-  precision_report,
-  PrecisionReport,
+from optax_lossscale.diagnostics._precision._compare_precision import (
+  compare_precision,
+)
+from optax_lossscale.diagnostics._precision._comparison import (
+  PrecisionComparison,
+)
+from optax_lossscale.diagnostics._precision._count_flops import (
+  count_flops,
+  FlopCount,
 )
 from optax_lossscale.diagnostics._probes import (
   probe,
@@ -30,19 +32,19 @@ from optax_lossscale.diagnostics._probes import (
 from optax_lossscale.diagnostics._reports import LayerPrecision, Problem
 
 __all__ = [
+  "FlopCount",
   "LayerPrecision",
   "NonfiniteLeaf",
   "Operand",
   "Overflow",
   "PrecisionComparison",
-  "PrecisionReport",
   "Problem",
   "StepCheck",
   "check_step",
   "compare_precision",
+  "count_flops",
   "find_overflow",
   "nonfinite_leaves",
-  "precision_report",
   "probe",
   "probe_counters",
   "probe_metrics",

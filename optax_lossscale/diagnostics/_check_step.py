@@ -1,6 +1,6 @@
 """``check_step``: all checks of a float16 training step in one report.
 
-The step is traced once. ``precision_report``, ``find_overflow`` and
+The step is traced once. ``count_flops``, ``find_overflow`` and
 ``compare_precision`` then run on the same jaxpr, and their results become a
 list of problems, each with a fix, the most important first.
 """
@@ -9,24 +9,21 @@ from collections.abc import Callable, Iterator
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-import numpy as np
-
 from optax_lossscale import _transfer_guard
 from optax_lossscale.diagnostics import (
   _numeric_problems,
-  _precision_report,
   _progress,
   _reports,
   _tracing,
   _wiring,
 )
-from optax_lossscale.diagnostics._comparison import _compare_precision
-from optax_lossscale.diagnostics._comparison import (
-  _report as _comparison_report,
-)
 from optax_lossscale.diagnostics._overflow import _find_overflow
 from optax_lossscale.diagnostics._overflow import _report as _overflow_report
+from optax_lossscale.diagnostics._precision import (
+  _compare_precision,
+  _comparison,
+  _count_flops,
+)
 
 # The printed report has at most 20 lines: longer lists are cut.
 _MAX_PROBLEMS = 4
@@ -41,7 +38,7 @@ class StepCheck(_reports.PrintedReport):
     problems: a :class:`Problem` for each, the most important first.
     passed: the checks that passed, in sentences.
     not_checked: the checks that were not possible, in sentences.
-    precision: the :class:`PrecisionReport` of the step.
+    flops: the :class:`FlopCount` of the step.
     overflow: the :class:`Overflow`; None if all gradients are finite.
     comparison: the :class:`PrecisionComparison`; None if the step rounds
       nothing to half precision.
@@ -65,9 +62,9 @@ class StepCheck(_reports.PrintedReport):
   problems: tuple[_reports.Problem, ...]
   passed: tuple[str, ...]
   not_checked: tuple[str, ...]
-  precision: _precision_report.PrecisionReport
+  flops: _count_flops.FlopCount
   overflow: _overflow_report.Overflow | None
-  comparison: _comparison_report.PrecisionComparison | None
+  comparison: _comparison.PrecisionComparison | None
 
   @property
   def is_sound(self) -> bool:
@@ -89,7 +86,7 @@ class StepCheck(_reports.PrintedReport):
     lines += [f"not checked: {x}" for x in self.not_checked[:_MAX_NOT_CHECKED]]
     if len(self.not_checked) > _MAX_NOT_CHECKED:
       lines.append("more was not checked: check.not_checked")
-    lines.append("More: check.precision, check.overflow, check.comparison")
+    lines.append("More: check.flops, check.overflow, check.comparison")
     return "\n".join(lines)
 
 
@@ -99,7 +96,7 @@ def check_step(
 ) -> StepCheck:
   """Checks whether a float16 training step is sound, and suggests fixes.
 
-  Combines :func:`precision_report`, :func:`find_overflow` and
+  Combines :func:`count_flops`, :func:`find_overflow` and
   :func:`compare_precision`, of which it measures layers only if an error is
   large. Fix the first problem, and check the step again: an overflow hides all
   that follows it. If several processes train together, call it in each of them:
@@ -165,7 +162,7 @@ def check_step(
     problems=tuple(problems),
     passed=tuple(passed),
     not_checked=tuple(dict.fromkeys(limitations)),
-    precision=results.precision,
+    flops=results.flops,
     overflow=results.search.origin,
     comparison=results.comparison and results.comparison.report,
   )
@@ -174,7 +171,7 @@ def check_step(
 class _Results(NamedTuple):
   """The results of all reports on a step."""
 
-  precision: _precision_report.PrecisionReport
+  flops: _count_flops.FlopCount
   search: _find_overflow.SearchResult
   comparison: _compare_precision.ComparisonResult | None
   wiring: _wiring.Wiring
@@ -186,9 +183,7 @@ def _run_reports(
 ) -> _Results:
   """Run all reports on a step."""
   # The step is run, so it need not be said that a branch may not be taken.
-  precision = _precision_report.report_traced(
-    traced._replace(cond_branch_locations=[]), np.dtype(jnp.float16)
-  )
+  flops = _count_flops.count_traced(traced._replace(cond_branch_locations=[]))
   search = _find_overflow.search_traced(traced, progress)
   comparison = None
   # An overflow of the forward pass is seen only where the backward pass is
@@ -203,14 +198,14 @@ def _run_reports(
       measures_all=False,
     )
   wiring = _wiring.check_wiring(search, comparison)
-  return _Results(precision, search, comparison, wiring)
+  return _Results(flops, search, comparison, wiring)
 
 
 def _judge_results(
   results: _Results,
 ) -> tuple[list[_reports.Problem], list[str]]:
   """Return the problems of a step, and the checks that passed."""
-  precision, _, comparison, wiring = results
+  flops, _, comparison, wiring = results
   numeric_problems = _find_numeric_problems(results)
   passed: list[str] = []
   if wiring.has_run and not wiring.problems and not numeric_problems:
@@ -218,10 +213,10 @@ def _judge_results(
       passed.append("the loss is scaled once, by the state that update holds")
     passed.append("the gradients are finite")
   passed += wiring.passed
-  if precision.fraction and precision.total_flops:
+  if flops.fraction and flops.total_flops:
     passed.append(
-      f"{precision.fraction:.1%} of the matmul and convolution FLOPs run in"
-      f" {precision.dtype}"
+      f"{flops.fraction:.1%} of the matmul and convolution FLOPs run in"
+      f" {flops.dtype}"
     )
   if comparison and wiring.has_run and not numeric_problems:
     passed += _describe_errors(comparison)
@@ -264,7 +259,7 @@ def _describe_errors(
 
 
 def _describe_unchecked(results: _Results) -> Iterator[str]:
-  precision, search, comparison, wiring = results
+  flops, search, comparison, wiring = results
   if not wiring.has_run and search.origin is None:
     yield "the gradients: update is in a branch that was not taken"
   if search.origin is not None:
@@ -275,17 +270,17 @@ def _describe_unchecked(results: _Results) -> Iterator[str]:
       " (they are arguments of the step, or scaled by a constant)"
     )
   if comparison is None:
-    offer = ": ols.autocast(loss_fn) casts its matmuls" * precision.can_autocast
+    offer = ": ols.autocast(loss_fn) casts its matmuls" * flops.can_autocast
     yield f"half precision, to which this step rounds nothing{offer}"
   if comparison:
     yield from _describe_amplification(comparison.report)
     yield from comparison.report.limitations
-  yield from precision.limitations
+  yield from flops.limitations
   yield from search.limitations
 
 
 def _describe_amplification(
-  report: _comparison_report.PrecisionComparison,
+  report: _comparison.PrecisionComparison,
 ) -> Iterator[str]:
   """Yield that errors are large because the step amplifies any rounding."""
   names = report.ill_conditioned_arrays

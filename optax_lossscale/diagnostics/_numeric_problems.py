@@ -17,10 +17,8 @@ from optax_lossscale.diagnostics import (
   _step_runs,
   _tracing,
 )
-from optax_lossscale.diagnostics._comparison import (
-  _report as _comparison_report,
-)
 from optax_lossscale.diagnostics._overflow import _report as _overflow_report
+from optax_lossscale.diagnostics._precision import _comparison
 
 # Powers of two by which the loss scale falls, to find gradients.
 _LOG2_DECREASES = (4, 8, 12, 16)
@@ -57,7 +55,7 @@ class LossScale(NamedTuple):
 
 def find_numeric_problems(
   origin: _overflow_report.Overflow | None,
-  report: _comparison_report.PrecisionComparison | None,
+  report: _comparison.PrecisionComparison | None,
   loss_scale: LossScale,
 ) -> list[_reports.Problem]:
   """Return the problems with overflow, or else with lost precision."""
@@ -79,7 +77,7 @@ def find_numeric_problems(
 
 
 def _find_precision_problems(
-  report: _comparison_report.PrecisionComparison,
+  report: _comparison.PrecisionComparison,
   loss_scale: LossScale,
   is_scale_cause: bool,
 ) -> Iterator[_reports.Problem]:
@@ -120,7 +118,7 @@ def _find_precision_problems(
 
 
 def _describe_overflow(
-  report: _comparison_report.PrecisionComparison, name: str
+  report: _comparison.PrecisionComparison, name: str
 ) -> str:
   """Return how a layer overflows in the forward pass."""
   row = report.get_row(name)
@@ -131,7 +129,7 @@ def _describe_overflow(
 
 
 def _explain_large_error(
-  report: _comparison_report.PrecisionComparison,
+  report: _comparison.PrecisionComparison,
 ) -> _reports.Problem:
   """Return the problem of an error that no layer causes alone."""
   details = f"relative error {report.error:.2g}"
@@ -149,7 +147,7 @@ def _explain_large_error(
 
 
 def _suggest_float32(
-  report: _comparison_report.PrecisionComparison, name: str, cause: str
+  report: _comparison.PrecisionComparison, name: str, cause: str
 ) -> _reports.Problem:
   """Return a problem whose fix is to compute a layer in float32."""
   if not report.get_row(name).in_autocast:
@@ -207,7 +205,7 @@ def _describe_origin(origin: _overflow_report.Overflow) -> str:
 
 def find_zero_grad_problems(
   runs: _step_runs.StepRuns,
-  report: _comparison_report.PrecisionComparison | None,
+  report: _comparison.PrecisionComparison | None,
 ) -> Iterator[_reports.Problem]:
   """Yield a problem for each `update` whose gradients are all zero.
 

@@ -85,7 +85,7 @@ def fill_in_names(
 class LayerPrecision(NamedTuple):
   """Operations of one layer, in one pass of the program.
 
-  :func:`precision_report` counts FLOPs, and :func:`compare_precision` measures
+  :func:`count_flops` counts FLOPs, and :func:`compare_precision` measures
   errors. A field that a report doesn't measure is None.
 
   Attributes:
@@ -123,7 +123,7 @@ class LayerPrecision(NamedTuple):
   Examples:
     >>> import jax.numpy as jnp
     >>> from optax_lossscale import diagnostics
-    >>> report = diagnostics.precision_report(jnp.dot, jnp.eye(8), jnp.eye(8))
+    >>> report = diagnostics.count_flops(jnp.dot, jnp.eye(8), jnp.eye(8))
     >>> report.unconverted[0].primitive, report.unconverted[0].dtype
     ('dot_general', 'float32')
   """

@@ -428,7 +428,7 @@ def _check_inputs(
     if isinstance(leaf, jax.ShapeDtypeStruct) and not allow_abstract:
       raise TypeError(
         f"{caller} needs concrete arrays, got {leaf} at {name}. Pass arrays."
-        " Only precision_report accepts shapes."
+        " Only count_flops accepts shapes."
       )
   if not allow_abstract and isinstance(jnp.zeros(()), jax.core.Tracer):
     raise TypeError(f"{requirement}.")

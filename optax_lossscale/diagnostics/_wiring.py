@@ -24,8 +24,8 @@ from optax_lossscale.diagnostics import (
   _step_runs,
   _tracing,
 )
-from optax_lossscale.diagnostics._comparison import _compare_precision
 from optax_lossscale.diagnostics._overflow import _find_overflow
+from optax_lossscale.diagnostics._precision import _compare_precision
 
 _NOTHING_RETURNED = _reports.Problem(
   "The step returns neither new parameters nor a new opt_state, and changes no"

@@ -85,5 +85,5 @@ def test_a_kernel_between_casts_has_the_float32_gradient(size, tolerance):
 def test_all_matmuls_around_the_kernel_are_float16_without_a_warning():
   grad_fn = ols.grad(ols.autocast(loss_with(recipe)), STATE)
   # A warning would be an error.
-  report = ols.diagnostics.precision_report(grad_fn, PARAMS, INPUT)
+  report = ols.diagnostics.count_flops(grad_fn, PARAMS, INPUT)
   assert report.fraction == 1.0

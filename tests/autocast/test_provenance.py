@@ -12,7 +12,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale._jaxprs import _provenance
-from optax_lossscale.diagnostics import precision_report
+from optax_lossscale.diagnostics import count_flops
 
 X = normal(4, 8, seed=1)
 COUNT = 3
@@ -35,13 +35,13 @@ def make_grad_fn(net, **kwargs):
 def make_report(net, params):
   """Return a report with all matmuls: float16 is wider than float8."""
   fun = make_grad_fn(net)
-  return precision_report(fun, params, X, dtype=jnp.float8_e4m3fn)
+  return count_flops(fun, params, X, dtype=jnp.float8_e4m3fn)
 
 
 def list_kept(names, net, params):
   """Return the paths of float32 matmuls, and whether each is backward."""
   grad_fn = make_grad_fn(net, keep_float32=names)
-  rows = precision_report(grad_fn, params, X).unconverted
+  rows = count_flops(grad_fn, params, X).unconverted
   return {(row.param_path, row.backward) for row in rows}
 
 
@@ -170,7 +170,7 @@ def test_two_uses_of_a_weight_are_distinguished():
   assert all(x.startswith("tied at test_provenance.py:") for x in lines)
   for name in names:
     grad_fn = make_grad_fn(net, keep_float32=name)
-    kept = precision_report(grad_fn, params, X).unconverted
+    kept = count_flops(grad_fn, params, X).unconverted
     assert {row.backward for row in kept} == {False, True}
     assert sum(row.run_count for row in kept) <= 3
 
@@ -250,7 +250,7 @@ def test_a_matmul_without_weights_has_one_name_in_all_reports():
   fun, params = jax.grad(ols.autocast(update_params)), PLAIN
   layers = jaxprs.list_layers(fun, params)
   names = {x.name for x in layers if not x.location.names.param_path}
-  report = precision_report(fun, params, dtype=jnp.float8_e4m3fn)
+  report = count_flops(fun, params, dtype=jnp.float8_e4m3fn)
   assert names == {row.name for row in report.unconverted if not row.param_path}
   line = "no weights at test_provenance.py:"
   assert any(name.startswith(line) for name in names)

@@ -264,7 +264,7 @@ def test_values_longer_than_a_line_are_shown_by_their_type():
   }.items():
     text = get_message(TypeError, lambda c=call: c(LARGE))
     assert f"got {name} of type tuple." in text
-  for report in "find_overflow", "precision_report", "compare_precision":
+  for report in "find_overflow", "count_flops", "compare_precision":
     call = lambda name=report: getattr(ols.diagnostics, name)(LARGE[0])
     text = get_message(TypeError, call)
     assert "got fun of type dict." in text

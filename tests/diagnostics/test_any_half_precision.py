@@ -20,7 +20,7 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
 from optax_lossscale.diagnostics import _report_program
-from optax_lossscale.diagnostics._comparison import _float32_eqns
+from optax_lossscale.diagnostics._precision import _float32_eqns
 
 SIZE = 16
 KEY = jax.random.key(0)

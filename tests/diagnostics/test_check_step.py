@@ -45,7 +45,7 @@ def test_a_sound_step_has_no_problems_and_says_what_was_checked():
     assert sentence in lines
   assert any(x.startswith("ok  relative error of the gradi") for x in lines)
   assert "ok  0.0% of the gradient entries underflow" in lines
-  assert lines[-1].startswith("More: check.precision, check.overflow, check.")
+  assert lines[-1].startswith("More: check.flops, check.overflow, check.")
   assert len(lines) <= 20
   assert json.loads(json.dumps(check.as_dict()))["is_sound"] is True
 
@@ -165,7 +165,7 @@ def test_at_most_twenty_lines_are_printed():
     (problem,) * 9,
     check.passed[:5],
     ("a limitation",) * 9,
-    check.precision,
+    check.flops,
     check.overflow,
     check.comparison,
   )

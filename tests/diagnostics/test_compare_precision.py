@@ -27,10 +27,10 @@ from optax_lossscale.diagnostics import (
   _step_runs,
   _tracing,
 )
-from optax_lossscale.diagnostics._comparison import (
+from optax_lossscale.diagnostics._precision import (
   _compare_precision,
   _float32_eqns,
-  _program,
+  _reference_program,
 )
 
 W = normal(8, 8, seed=0)
@@ -555,14 +555,14 @@ def test_no_loss_scale_helps_a_derivative_inside_of_the_loss():
 def programs(monkeypatch):
   """A list that receives what each program in float32 can do."""
   programs = []
-  make_program = _program.ReferenceProgram
+  make_program = _reference_program.ReferenceProgram
 
   def record(traced_jaxpr, inputs, layers=(), measured=(), **kwargs):
     names = [name for name, has_it in kwargs.items() if has_it]
     programs.append([*names, *["stats"] * bool(measured)])
     return make_program(traced_jaxpr, inputs, layers, measured, **kwargs)
 
-  monkeypatch.setattr(_program, "ReferenceProgram", record)
+  monkeypatch.setattr(_reference_program, "ReferenceProgram", record)
   return programs
 
 

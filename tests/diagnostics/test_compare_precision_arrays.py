@@ -106,7 +106,7 @@ def test_an_unused_matmul_has_no_row(wrap):
   fun = ols.autocast(lambda w: jnp.sum(both(X, w)[0]))
   report = compare_fun(fun, W)
   assert len(report.layers) == 1
-  assert diagnostics.precision_report(fun, W).total_flops == 2 * 64 * 16 * 16
+  assert diagnostics.count_flops(fun, W).total_flops == 2 * 64 * 16 * 16
 
 
 def test_array_names_are_accepted_by_keep_float32():
@@ -124,7 +124,7 @@ def test_array_names_are_accepted_by_keep_float32():
   assert [x.name for x in diagnostics.nonfinite_leaves(nans)] == names
   for name in names:
     kept = ols.grad(ols.autocast(loss, keep_float32=name), ONE)
-    rows = diagnostics.precision_report(kept, params).unconverted
+    rows = diagnostics.count_flops(kept, params).unconverted
     assert {row.param_path for row in rows} == {name}
 
 

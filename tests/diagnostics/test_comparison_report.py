@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from optax_lossscale.diagnostics import _outputs
-from optax_lossscale.diagnostics._comparison import _output_errors
+from optax_lossscale.diagnostics._precision import _errors
 
 INF, NAN = math.inf, math.nan
 BAD = {"error": 0.5, "is_accurate": False}
@@ -180,7 +180,7 @@ def measure(reference, other, groups=None):
   groups = groups or [0] * len(reference)
   outputs = [_outputs.Output("result", str(i), x) for i, x in enumerate(groups)]
   arrays = list(map(np.asarray, reference))
-  comparison = _output_errors.OutputComparison(outputs, arrays)
+  comparison = _errors.OutputComparison(outputs, arrays)
   errors = comparison.compute_errors(list(map(np.asarray, other)))
   return errors, lambda mask: comparison.compute_effects(errors, mask)
 
@@ -270,7 +270,7 @@ def test_state_next_to_gradients_is_judged_by_itself():
     for kind, name in zip(kinds, ("w", "mean", "p"), strict=True)
   ]
   reference = [floats(1), floats(2), floats(3)]
-  comparison = _output_errors.OutputComparison(outputs, reference)
+  comparison = _errors.OutputComparison(outputs, reference)
   assert comparison.names == ["w", "result mean"]
   errors = comparison.compute_errors([floats(1), floats(3), floats(9)])
   assert errors.error == 0

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from optax_lossscale._jaxprs import _eqns, _higher_order, _primitives
-from optax_lossscale.diagnostics import find_overflow, precision_report
+from optax_lossscale.diagnostics import count_flops, find_overflow
 
 X = np.full((4, 4), 2, np.float16)
 
@@ -200,7 +200,7 @@ def test_an_unknown_equation_is_treated_as_a_whole(fun, monkeypatch):
   matrices = lambda x: [y for y in jax.tree.leaves(fun(x)) if y.ndim == 2]
   hit = find_overflow(matrices, X * 300)
   assert hit.eqn_path == name
-  report = precision_report(fun, X)
+  report = count_flops(fun, X)
   assert report.total_flops == 128
   assert f"{name} at test_higher_order.py:" in " ".join(report.limitations)
 
@@ -229,7 +229,7 @@ def test_a_jaxpr_with_unknown_constants_is_walked_through():
     params = {"closed": closed, "open": closed.jaxpr}
     return make_unknown_primitive("solve", square, **params)(x)
 
-  report = precision_report(fun, X)
+  report = count_flops(fun, X)
   (closed,) = found[:1]
   assert any(isinstance(c, jax.core.Tracer) for c in closed.consts)
   assert report.total_flops == 2 * 128
@@ -262,7 +262,7 @@ def test_an_inconsistent_hijax_primitive_is_reported(kind, jaxpr, name, note):
   )
   assert find_overflow(fun, X * 300).eqn_path == name
   assert find_overflow(fun, X) is None
-  report = precision_report(fun, X)
+  report = count_flops(fun, X)
   assert report.total_flops == (128 if jaxpr else 0)
   assert report.limitations[0].startswith(f"{name} at test_higher_order.py:")
   assert report.limitations[0].endswith(f": {note}")
@@ -294,7 +294,7 @@ def test_a_solver_of_hijax_is_entered():
     return lax.custom_root(f, jnp.ones(4), solve, tangent_solve)
 
   a = jnp.eye(4)
-  report = precision_report(root, a)
+  report = count_flops(root, a)
   assert (report.total_flops, report.limitations) == (32, ())
   assert "CustomRoot/" in find_overflow(root, a).eqn_path
 
@@ -309,7 +309,7 @@ def test_a_matmul_whose_flops_are_unknown_is_reported(monkeypatch):
   eqn = eqn.replace(params=only)
   assert _primitives.count_eqn_flops(eqn) == 128
   monkeypatch.setattr(_primitives, "count_eqn_flops", lambda eqn: None)
-  report = precision_report(fun, X)
+  report = count_flops(fun, X)
   assert report.total_flops == 0
   (note,) = report.limitations
   assert note.startswith("dot_general at test_higher_order.py:")

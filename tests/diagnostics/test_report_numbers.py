@@ -15,11 +15,11 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
 from optax_lossscale.diagnostics import _step_runs
-from optax_lossscale.diagnostics._comparison import (
+from optax_lossscale.diagnostics._overflow import _description
+from optax_lossscale.diagnostics._precision import (
   _compare_precision,
   _outliers,
 )
-from optax_lossscale.diagnostics._overflow import _description
 
 EPS = 2.0**-10
 # The first error is of all arrays together, the second of a single array.

@@ -15,13 +15,13 @@ import optax_lossscale as ols
 from optax_lossscale.diagnostics import (
   check_step,
   compare_precision,
+  count_flops,
   find_overflow,
-  precision_report,
 )
 
 compare = functools.partial(compare_precision, progress=False)
 every_report = pytest.mark.parametrize(
-  "report", [find_overflow, compare, precision_report]
+  "report", [find_overflow, compare, count_flops]
 )
 
 
@@ -41,7 +41,7 @@ def test_reports_that_need_arrays_refuse_shapes(report):
     r"args\[0\]": lambda *args: jnp.exp(args[0]),
   }
   for name, fun in programs.items():
-    if report is precision_report:
+    if report is count_flops:
       report(fun, x)
     else:
       with pytest.raises(TypeError, match=f"needs concrete arrays.* at {name}"):
@@ -55,7 +55,7 @@ def test_under_jit_the_error_says_to_call_the_report_outside(report):
 
   with pytest.raises(TypeError, match=r"outside jit, .* a tracer at args\[0\]"):
     jax.jit(called)(jnp.ones(2))
-  if report is not precision_report:
+  if report is not count_flops:
     with pytest.raises(TypeError, match=r"outside jit, .* on the host\."):
       jax.jit(called)()
 
@@ -92,7 +92,7 @@ def test_a_step_with_compiler_options_is_accepted():
   step = jax.jit(plain.__wrapped__, compiler_options=options)
   assert find_overflow(step, *args) is None
   assert compare(step, *args).error == compare(plain, *args).error
-  assert precision_report(step, *args).fraction == 1
+  assert count_flops(step, *args).fraction == 1
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_a_ref_among_the_arguments_is_unchanged():
   assert find_overflow(step, *args) is None
   error = compare(plain, PARAMS, state, batch).error
   assert compare(step, *args).error == pytest.approx(error, rel=0.05)
-  assert precision_report(step, *args).fraction == 1
+  assert count_flops(step, *args).fraction == 1
   np.testing.assert_array_equal(refs["w"][...], PARAMS["w"])
   for report in find_overflow, compare:
     with pytest.raises(TypeError, match="Pass the Ref as an argument"):
@@ -124,7 +124,7 @@ def test_a_ref_among_the_arguments_is_unchanged():
   [
     (find_overflow, 2.0**6),
     pytest.param(find_overflow, 2.0**40, marks=pytest.mark.slow),
-    (precision_report, 2.0**6),
+    (count_flops, 2.0**6),
     pytest.param(compare, 2.0**6, marks=pytest.mark.slow),
   ],
 )
@@ -182,7 +182,7 @@ def make_tied_step(inner, **kwargs):
 def test_a_model_with_tied_weights_is_reported_as_it_trains(make_inner):
   step, args = make_tied_step(make_inner(1e-3))
   assert find_overflow(step, *args) is None
-  assert precision_report(step, *args).fraction == 1
+  assert count_flops(step, *args).fraction == 1
   report = compare(step, *args)
   assert len(report.array_errors) == 3  # The tied one is one.
   names = {row.name for row in report.layers}
@@ -224,7 +224,7 @@ def test_only_check_step_judges_how_a_step_scales_its_gradients(name):
 )
 def test_an_overflow_that_prevents_update_is_found(name):
   step, (params, state, batch) = step_mistakes.MISTAKES[name].make()
-  (note,) = precision_report(step, params, state, batch).limitations
+  (note,) = count_flops(step, params, state, batch).limitations
   assert note.startswith("whether update runs, in cond at ")
   state = ols.set_loss_scale(state, 2.0**40)
   assert find_overflow(step, params, state, batch).backward

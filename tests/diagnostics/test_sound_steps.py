@@ -90,5 +90,5 @@ def test_a_sound_step_has_no_problem_and_gets_no_advice(name):
     check = diagnostics.check_step(step, *args, progress=False)
   assert check.problems == ()
   assert [x for x in check.not_checked if not is_fact(name, x)] == []
-  is_whole = check.precision.fraction == 1
-  assert is_whole is (name not in NOT_ALL_IN_FLOAT16), str(check.precision)
+  is_whole = check.flops.fraction == 1
+  assert is_whole is (name not in NOT_ALL_IN_FLOAT16), str(check.flops)

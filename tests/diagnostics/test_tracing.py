@@ -28,8 +28,8 @@ from optax_lossscale.diagnostics import (
   _tracing,
   check_step,
   compare_precision,
+  count_flops,
   find_overflow,
-  precision_report,
 )
 
 # Some steps contain the same mistake as those of users.
@@ -63,7 +63,7 @@ def list_grads(step, args):
 @functools.cache
 def compare_gradient():
   fun, args = whole_steps.make_grad_fn(SMALL)
-  return compare(fun, *args), precision_report(fun, *args)
+  return compare(fun, *args), count_flops(fun, *args)
 
 
 @functools.cache
@@ -112,10 +112,10 @@ def test_a_step_of_any_shape_is_checked_like_its_gradient(name):
   assert found.error == pytest.approx(expected.error, rel=0.05)
   errors = [expected.array_errors[name] for name in sorted(PARAMS)]
   assert [*found.array_errors.values()] == pytest.approx(errors, rel=0.05)
-  half = check.precision.flops["float16"]
+  half = check.flops.flops_by_dtype["float16"]
   assert half == gradient_report.total_flops * (2 if name in TWICE else 1)
   has_other_matmuls = name == "with an additional Optax optimizer"
-  assert (check.precision.fraction == 1) != has_other_matmuls
+  assert (check.flops.fraction == 1) != has_other_matmuls
 
 
 @parametrize_slow("name", (), whole_steps.NAMES, SLOW - {"accumulated"})
@@ -172,7 +172,7 @@ def test_each_report_says_that_gradients_in_a_while_are_not_analyzed():
     assert find_overflow(steps, *args) is None
   report = compare(steps, *args)
   assert report.target == "results"
-  for one in report, precision_report(steps, *args):
+  for one in report, count_flops(steps, *args):
     (line,) = [x for x in str(one).splitlines()[1:3] if note in x]
     assert "pass a single step" in line
 
@@ -278,7 +278,7 @@ def test_arguments_may_change_their_structure():
     params["seen"] = batch.pop("x")
     return jnp.sum(params["seen"] @ params["first"])
 
-  found = precision_report(step, {**PARAMS}, {"x": BATCH})
+  found = count_flops(step, {**PARAMS}, {"x": BATCH})
   assert found.total_flops == 2 * 8 * 6 * 4
 
 
@@ -293,7 +293,7 @@ def test_a_model_bound_to_a_step_is_changed_like_an_argument():
     "test", bound, (), {"batch": batch}, allow_abstract=False
   )
   assert [x.name for x in traced.grad_outputs] == sorted(PARAMS)
-  assert precision_report(bound, batch=batch).fraction == 1
+  assert count_flops(bound, batch=batch).fraction == 1
   assert jnp.array_equal(before, model.first[...])
   bound(batch=batch)
   assert not jnp.array_equal(before, model.first[...])

@@ -168,5 +168,5 @@ def test_a_neural_ode_trains_as_in_float32_with_most_matmuls_in_float16():
   np.testing.assert_allclose(half, full, atol=5e-3 * np.max(np.abs(full)))
   assert ols.get_loss_scale_state(opt_state).total_notfinite == 0
   grad_fn = eqx.filter_grad(ols.autocast(neural_ode))
-  report = ols.diagnostics.precision_report(grad_fn, Field(), SERIES)
+  report = ols.diagnostics.count_flops(grad_fn, Field(), SERIES)
   assert 0.5 < report.fraction < 1

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from helpers import matmul_flops
 import optax_lossscale as ols
 from optax_lossscale._jaxprs import _eqns, _primitives, _walk
-from optax_lossscale.diagnostics._comparison import _layers
+from optax_lossscale.diagnostics._precision import _layers
 
 
 class Matmul(NamedTuple):

@@ -30,7 +30,7 @@ from optax_lossscale._jaxprs import (
   _weights,
 )
 from optax_lossscale.diagnostics import _dtype_limits
-from optax_lossscale.diagnostics._comparison import _float32_eqns
+from optax_lossscale.diagnostics._precision import _float32_eqns
 
 RECORD = pathlib.Path(__file__).with_name("jax_insides.json")
 X = jnp.ones((2, 2))

@@ -164,7 +164,7 @@ def test_imports_go_down_in_the_diagram_which_holds_each_module_once():
       assert seen not in NEVER.get(top, ()), (module, seen)
       if top == "diagnostics" and seen == "_autocast":
         # Only the comparison with autocast imports it.
-        assert module.startswith("diagnostics._comparison"), module
+        assert module.startswith("diagnostics._precision"), module
 
 
 def list_imported_modules(module):
@@ -188,7 +188,7 @@ def test_imports_have_no_cycle():
 
 # Submodules of packages that other packages import past the package itself.
 SEEN_INSIDE = {
-  ("diagnostics._comparison._compare_precision", "_autocast._matmuls"),
+  ("diagnostics._precision._compare_precision", "_autocast._matmuls"),
   ("plots", "diagnostics._dtype_limits"),
   ("plots", "diagnostics._leaves"),
 }
@@ -206,13 +206,12 @@ def test_private_submodules_are_imported_from_outside_in_three_cases_only():
   assert found == SEEN_INSIDE
 
 
-ENGINES = {"_comparison", "_overflow"}
+ENGINES = {"_overflow", "_precision"}
 # `check_step` combines them.
 COMBINE_ENGINES = {
   "diagnostics.__init__",
   "diagnostics._check_step",
   "diagnostics._numeric_problems",
-  "diagnostics._precision_report",
   "diagnostics._wiring",
 }
 

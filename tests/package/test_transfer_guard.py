@@ -77,9 +77,7 @@ ON_HOST = {
     GRAD_FN, PARAMS, 1e30 * X
   ),
   diagnostics.nonfinite_leaves: lambda: diagnostics.nonfinite_leaves(GRADS),
-  diagnostics.precision_report: lambda: diagnostics.precision_report(
-    GRAD_FN, PARAMS, X
-  ),
+  diagnostics.count_flops: lambda: diagnostics.count_flops(GRAD_FN, PARAMS, X),
   plots.exponent_histogram: lambda: plots.exponent_histogram(GRADS),
   plots.plot_exponents: lambda: plots.plot_exponents(GRADS, loss_scale=STATE),
   plots.plot_loss_scale: lambda: plots.plot_loss_scale([STATE, STATE]),
@@ -152,7 +150,7 @@ def test_a_function_on_the_host_transfers_under_a_guard(fun):
 UNGUARDED = {
   diagnostics.compare_precision: (GRAD_FN, PARAMS, X),
   diagnostics.find_overflow: (GRAD_FN, PARAMS, X),
-  diagnostics.precision_report: (GRAD_FN, PARAMS, X),
+  diagnostics.count_flops: (GRAD_FN, PARAMS, X),
   interop.from_torch: (samples.TORCH,),
 }
 

@@ -46,7 +46,7 @@ params = ols.select_if_applied(state, params, params)
 value: jax.Array = loss
 check = ols.diagnostics.check_step(loss_fn, params, x, progress=False)
 fixes: list[str] = [problem.fix for problem in check.problems]
-total_flops: int | float = check.precision.total_flops
+total_flops: int | float = check.flops.total_flops
 kept: dict[str, jax.Array] = params
 state = ols.set_loss_scale(state, 8.0)
 value = ols.autocast()(ols.keep_float32(loss_fn))(params, x)

@@ -115,7 +115,7 @@ def test_each_report_prints_as_the_page_shows_it_with_columns_it_explains():
     "check_step": names["check"],
     "find_overflow": names["hit"],
     "compare_precision": names["comparison"],
-    "precision_report": names["precision"],
+    "count_flops": names["precision"],
     "nonfinite_leaves": nonfinite,
   }
   for name, report in printed.items():

@@ -12,11 +12,11 @@ from optax_lossscale.diagnostics import (
   _progress,
   _tracing,
 )
-from optax_lossscale.diagnostics._comparison import (
+from optax_lossscale.diagnostics._precision import (
+  _errors,
   _layers,
   _outliers,
-  _output_errors,
-  _program,
+  _reference_program,
 )
 
 # An array whose relative error is above this if operands change by a relative
@@ -69,7 +69,7 @@ class ReferenceRuns:
     self._progress = progress
     self.layers: list[_layers.Layer] = []
     self._has_overflow = self._has_nonfinite_grads(half_outs)
-    indices = _output_errors.list_compared_indices(traced.outputs)
+    indices = _errors.list_compared_indices(traced.outputs)
     measured: list[int] = []
     if self._has_overflow or not _host_values.all_finite(
       [half_outs[i] for i in indices]
@@ -77,16 +77,14 @@ class ReferenceRuns:
       # The magnitudes of the matmuls explain an overflow.
       self.layers = _layers.list_rounding_layers(traced.closed_jaxpr)
       measured = [i for i, x in enumerate(self.layers) if x.has_matmul]
-    self._program = _program.ReferenceProgram(
+    self._program = _reference_program.ReferenceProgram(
       traced.closed_jaxpr, traced.inputs, self.layers, measured
     )
     reference = self._run()
     self.outs = reference.outs
     self.limitations = list(self._program.limitations)
     self.stats = _host_values.to_host(reference.stats)
-    self._comparison = _output_errors.OutputComparison(
-      traced.outputs, reference.outs
-    )
+    self._comparison = _errors.OutputComparison(traced.outputs, reference.outs)
     self.names = self._comparison.names
     self.half_errors = self._comparison.compute_errors(half_outs)
     self.underflow_fraction = self.half_errors.num_underflows / max(
@@ -98,7 +96,7 @@ class ReferenceRuns:
   def half_effects(self) -> np.ndarray:
     """The errors as trained that layers are to blame for; float64[1 + arrays].
 
-    See :meth:`_output_errors.OutputComparison.compute_effects`.
+    See :meth:`_errors.OutputComparison.compute_effects`.
     """
     return self._compute_effects(self.half_errors, self._has_overflow)
 
@@ -133,7 +131,7 @@ class ReferenceRuns:
     return self._compute_effects(errors, self._has_nonfinite_grads(outs))
 
   def _compute_effects(
-    self, errors: _output_errors.RunErrors, has_overflow: bool
+    self, errors: _errors.RunErrors, has_overflow: bool
   ) -> np.ndarray:
     effects = self._comparison.compute_effects(errors, self.noise_mask)
     return np.maximum(effects, math.inf) if has_overflow else effects
@@ -160,7 +158,7 @@ class ReferenceRuns:
     outs = self._run(is_perturbed=True).outs
     perturbed_errors = self._comparison.compute_errors(outs).array_errors
     # A rounding changes a number by half of the spacing at most.
-    amplification = perturbed_errors / _program.PERTURBATION
+    amplification = perturbed_errors / _reference_program.PERTURBATION
     expected_errors = _MAX_AMPLIFIED_ROUNDINGS * amplification * self._eps / 2
     is_noise = perturbed_errors > _NOISE_THRESHOLD
     is_amplified = (errors <= expected_errors) & (
@@ -172,7 +170,7 @@ class ReferenceRuns:
     """Run the function in float32, with other inputs."""
     return self._program.run(inputs).outs
 
-  def _run(self, *, is_perturbed: bool = False) -> _program.RunResult:
+  def _run(self, *, is_perturbed: bool = False) -> _reference_program.RunResult:
     self._progress.set_description("running the function in float32")
     # Wait, so that the progress line shows what is being executed.
     return jax.block_until_ready(
@@ -204,7 +202,7 @@ class LayerRuns:
     self._noise_mask = noise_mask
     self._progress = progress
     self._num_runs = 0
-    self._program = _program.ReferenceProgram(
+    self._program = _reference_program.ReferenceProgram(
       traced.closed_jaxpr,
       traced.inputs,
       layers,
@@ -213,21 +211,19 @@ class LayerRuns:
     )
     reference = self._run(())
     self.stats = _host_values.to_host(reference.stats)
-    self._comparison = _output_errors.OutputComparison(
-      traced.outputs, reference.outs
-    )
+    self._comparison = _errors.OutputComparison(traced.outputs, reference.outs)
 
   def measure_effects(self, half_layers: Sequence[int]) -> np.ndarray:
     """Run only these layers in half precision.
 
     Returns:
-      See :meth:`_output_errors.OutputComparison.compute_effects`.
+      See :meth:`_errors.OutputComparison.compute_effects`.
     """
     outs = self._run(half_layers).outs
     errors = self._comparison.compute_errors(outs)
     return self._comparison.compute_effects(errors, self._noise_mask)
 
-  def _run(self, half_layers: Sequence[int]) -> _program.RunResult:
+  def _run(self, half_layers: Sequence[int]) -> _reference_program.RunResult:
     self._num_runs += 1
     self._progress.set_description(f"measuring layers, run {self._num_runs}")
     return jax.block_until_ready(self._program.run(self._inputs, half_layers))

@@ -33,7 +33,7 @@ from optax_lossscale.diagnostics import (
   _dtype_limits,
   _report_program,
 )
-from optax_lossscale.diagnostics._comparison import (
+from optax_lossscale.diagnostics._precision import (
   _float32_eqns,
   _layers,
 )

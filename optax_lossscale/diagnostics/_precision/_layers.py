@@ -24,7 +24,7 @@ from optax_lossscale._jaxprs import (
   _walk,
 )
 from optax_lossscale.diagnostics import _dtype_limits, _reports
-from optax_lossscale.diagnostics._comparison import _float32_eqns
+from optax_lossscale.diagnostics._precision import _float32_eqns
 
 
 @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""``precision_report`` counts as XLA does, and names the lines."""
+"""``count_flops`` counts as XLA does, and names the lines."""
 
 import functools
 import json
@@ -15,7 +15,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale._jaxprs import _source_info
-from optax_lossscale.diagnostics import precision_report
+from optax_lossscale.diagnostics import count_flops
 
 F16, F32 = jnp.float16, jnp.float32
 
@@ -25,7 +25,7 @@ def make_shape(*sizes, dtype=F16):
 
 
 def find_location(mark):
-  return f"test_precision_report.py:{find_line_number(mark, __file__)}"
+  return f"test_count_flops.py:{find_line_number(mark, __file__)}"
 
 
 def total(x):
@@ -85,12 +85,12 @@ def test_the_flops_equal_those_of_xla(name):
   fun, *args = MODELS[name]()
   if name == "recurrent":
     skip_if_jax_cannot(jax.eval_shape, fun, *args)
-  report = precision_report(fun, *args)
+  report = count_flops(fun, *args)
   cost = jax.jit(fun).lower(*args).cost_analysis()
   assert report.total_flops == pytest.approx(cost["flops"], rel=0.01)
   assert report.fraction == 1.0
   assert report.unconverted == () and report.limitations == ()
-  assert sum(report.flops.values()) == report.total_flops
+  assert sum(report.flops_by_dtype.values()) == report.total_flops
 
 
 def test_the_silent_upcast_of_a_dense_layer_is_reported_with_its_line():
@@ -102,7 +102,7 @@ def test_the_silent_upcast_of_a_dense_layer_is_reported_with_its_line():
       return nn.Dense(64, dtype=F16)(x)
 
   fun, *args = make_linen_loss(Model(), make_shape(16, 64))()
-  report = precision_report(fun, *args)
+  report = count_flops(fun, *args)
 
   where = f"{find_location('upcast')} (Model.__call__)"
   back, forward = report.unconverted
@@ -131,8 +131,8 @@ def test_nothing_is_computed_and_nothing_called():
     return x @ x
 
   huge = make_shape(2**20, 2**20)
-  assert precision_report(fun, huge).total_flops == 2 * 2**60
-  assert precision_report(fun, table).fraction == 1.0
+  assert count_flops(fun, huge).total_flops == 2 * 2**60
+  assert count_flops(fun, table).fraction == 1.0
   assert calls == []
 
 
@@ -142,7 +142,7 @@ def test_repeated_matmuls_are_counted_each_time():
   mesh = sharding.make_mesh((2, 2), ("a", "b"))
 
   def flops(fun, *args):
-    report = precision_report(fun, *args)
+    report = count_flops(fun, *args)
     return report.total_flops / once, report.limitations
 
   matmul = lambda w: w @ w
@@ -175,9 +175,9 @@ def test_matmuls_of_hijax_are_counted_each_time_they_run():
     body = lambda c, x: (matmul(c) @ w, c * x)
     return lax.scan(body, w, jnp.arange(5, dtype=w.dtype))
 
-  plain = precision_report(fun, make_shape(8, 8))
+  plain = count_flops(fun, make_shape(8, 8))
   with hijax.enable_all_flags():
-    report = precision_report(fun, make_shape(8, 8))
+    report = count_flops(fun, make_shape(8, 8))
   assert report == plain
   assert report.total_flops == 10 * 2 * 8**3
 
@@ -190,27 +190,25 @@ def test_counts_that_shapes_do_not_determine_are_reported():
   def forever(w):
     return lax.while_loop(lambda w: w[0, 0] < 1, lambda w: w @ w, w)  # while
 
-  report = precision_report(forever, make_shape(4, 4))
+  report = count_flops(forever, make_shape(4, 4))
   assert report.total_flops == 128
   (note,) = report.limitations
   where = find_location("while")
   assert note == (f"while at {where} (forever): only one iteration is counted")
   assert str(report).splitlines()[1] == f"Not analyzed: {note}"
 
-  report = precision_report(
-    jnp.linalg.solve, *[make_shape(4, 4, dtype=F32)] * 2
-  )
+  report = count_flops(jnp.linalg.solve, *[make_shape(4, 4, dtype=F32)] * 2)
   assert report.limitations[0].startswith("custom_linear_solve")
   assert report.limitations[0].endswith(": its body is counted once")
 
   sizes = make_shape(2, dtype=jnp.int32)
   args = make_shape(4, 4), make_shape(2, 4, 4), sizes
-  report = precision_report(lax.ragged_dot, *args)
+  report = count_flops(lax.ragged_dot, *args)
   assert (report.total_flops, report.limitations) == (128, ())
-  assert report.flops == {"float16": 128}
+  assert report.flops_by_dtype == {"float16": 128}
   # In the gradient, each group has its share of the rows.
   loss = lambda x, w, sizes: total(lax.ragged_dot(x, w, sizes) ** 2)
-  report = precision_report(jax.grad(loss, 1), *args)
+  report = count_flops(jax.grad(loss, 1), *args)
   assert (report.total_flops, report.limitations) == (2 * 128, ())
 
 
@@ -240,7 +238,7 @@ def test_matmuls_of_the_optimizer_are_counted_apart(inner, check_updates):
 
   params = {"w": make_shape(4, 4, dtype=F32)}
   state = jax.eval_shape(tx.init, params)
-  report = precision_report(step, params, state, make_shape(2, 4, dtype=F32))
+  report = count_flops(step, params, state, make_shape(2, 4, dtype=F32))
   assert report.fraction == 1.0 and report.unconverted == ()
   assert report.total_flops == 2 * 2 * 2 * 4 * 4
   assert report.optimizer_flops >= 2 * 2 * 4**3
@@ -253,8 +251,8 @@ def test_a_step_whose_only_matmuls_are_the_optimizers_has_none():
   tx = ols.with_loss_scaling(optax.stateless(whiten))
   params = {"w": make_shape(4, 4, dtype=F32)}
   state = jax.eval_shape(tx.init, params)
-  report = precision_report(tx.update, params, state, params)
-  assert report.flops == {} and report.optimizer_flops
+  report = count_flops(tx.update, params, state, params)
+  assert report.flops_by_dtype == {} and report.optimizer_flops
   assert "no convolutions outside of the optimizer." in str(report)
 
 
@@ -262,8 +260,8 @@ def test_a_step_whose_only_matmuls_are_the_optimizers_has_none():
   ("dtype", "fraction"), [(jnp.int32, 0), (jnp.int8, 1), (F16, 1)]
 )
 def test_integers_count_by_their_bits(dtype, fraction):
-  report = precision_report(jnp.matmul, *[make_shape(4, 4, dtype=dtype)] * 2)
-  assert report.flops == {jnp.dtype(dtype).name: 128}
+  report = count_flops(jnp.matmul, *[make_shape(4, 4, dtype=dtype)] * 2)
+  assert report.flops_by_dtype == {jnp.dtype(dtype).name: 128}
   assert report.fraction == fraction
 
 
@@ -271,10 +269,47 @@ def test_bfloat16_is_not_float16():
   """They have as many bits, but a T4 is slow in bfloat16."""
   fun = lambda x, y: x @ x + (y @ y).astype(F16)
   args = make_shape(4, 4), make_shape(4, 4, dtype=jnp.bfloat16)
-  report = precision_report(fun, *args)
+  report = count_flops(fun, *args)
   assert report.fraction == 0.5
   assert [row.dtype for row in report.unconverted] == ["bfloat16"]
-  assert precision_report(fun, *args, dtype=jnp.bfloat16).fraction == 0.5
+  assert count_flops(fun, *args, dtype=jnp.bfloat16).fraction == 0.5
+
+
+@pytest.mark.parametrize(
+  ("sizes", "dtype"),
+  [
+    ((4, 4), "float16"),
+    ((4, 5), "bfloat16"),
+    ((5, 4), "float16"),
+    ((0, 0), "float16"),
+  ],
+)
+def test_the_half_precision_that_computes_the_most_is_reported(sizes, dtype):
+  def fun(x, y, w):
+    return x @ x, y @ y, w @ w
+
+  args = [
+    make_shape(size, size, dtype=dtype)
+    for size, dtype in zip((*sizes, 9), (F16, jnp.bfloat16, F32), strict=True)
+  ]
+  report = count_flops(fun, *args)
+  assert report.dtype == dtype
+  half = report.flops_by_dtype.get(dtype, 0)
+  assert report.fraction == pytest.approx(half / report.total_flops)
+
+
+def test_at_most_twenty_layers_are_printed():
+  def fun(x):
+    for i in range(22):
+      with jax.named_scope(f"layer{i}"):
+        x = x @ x
+    return x
+
+  report = count_flops(fun, make_shape(4, 4, dtype=F32))
+  assert len(report.unconverted) == 22
+  lines = str(report).splitlines()
+  assert sum("dot_general" in line for line in lines) == 20
+  assert lines[-1] == "(+2 more rows: report.unconverted)"
 
 
 @pytest.mark.parametrize(
@@ -287,7 +322,7 @@ def test_bfloat16_is_not_float16():
   ],
 )
 def test_autocast_is_offered_only_for_what_it_can_cast(fun, dtype, is_offered):
-  report = precision_report(fun, make_shape(4, 4, dtype=dtype))
+  report = count_flops(fun, make_shape(4, 4, dtype=dtype), dtype=F16)
   assert report.can_autocast is is_offered
   assert ("ols.autocast" in str(report)) is is_offered
   assert "cast the operands of the layers below" in str(report)
@@ -297,10 +332,10 @@ def test_the_wider_of_two_operands_counts_and_the_accumulation_does_not():
   def fun(x, y):
     return lax.dot(x, y, preferred_element_type=F32)
 
-  report = precision_report(fun, make_shape(4, 4), make_shape(4, 4))
-  assert (report.flops, report.fraction) == ({"float16": 128}, 1.0)
-  report = precision_report(fun, make_shape(4, 4), make_shape(4, 4, dtype=F32))
-  assert report.flops == {"float32": 128}
+  report = count_flops(fun, make_shape(4, 4), make_shape(4, 4))
+  assert (report.flops_by_dtype, report.fraction) == ({"float16": 128}, 1.0)
+  report = count_flops(fun, make_shape(4, 4), make_shape(4, 4, dtype=F32))
+  assert report.flops_by_dtype == {"float32": 128}
   assert len(report.unconverted) == 1
 
 
@@ -310,15 +345,13 @@ def test_autocast_of_a_frozen_float16_matrix_leaves_no_float32_matmul():
 
   lora = {"a": make_shape(64, 4, dtype=F32), "b": make_shape(4, 64, dtype=F32)}
   args = lora, make_shape(64, 64), make_shape(8, 64, dtype=F32)
-  report = precision_report(jax.grad(ols.autocast(loss)), *args)
+  report = count_flops(jax.grad(ols.autocast(loss)), *args)
   assert report.fraction == 1 and not report.unconverted
-  assert [*report.flops] == ["float16"]
+  assert [*report.flops_by_dtype] == ["float16"]
 
 
 def test_the_report_converts_to_a_json_dict():
-  report = precision_report(
-    lambda x: jnp.exp(x @ x), make_shape(4, 4, dtype=F32)
-  )
+  report = count_flops(lambda x: jnp.exp(x @ x), make_shape(4, 4, dtype=F32))
   as_dict = json.loads(json.dumps(report.as_dict()))
   assert as_dict["total_flops"] == 128 and as_dict["limitations"] == []
   assert as_dict["unconverted"][0]["primitive"] == "dot_general"
@@ -326,11 +359,11 @@ def test_the_report_converts_to_a_json_dict():
 
 def test_the_fix_names_the_dtype_and_is_printed_only_if_there_is_one():
   fun, x = lambda x: x @ x, make_shape(4, 4, dtype=F32)
-  text = str(precision_report(fun, x))
+  text = str(count_flops(fun, x))
   assert "\nFix: ols.autocast(loss_fn), or cast " in text
-  text = str(precision_report(fun, x, dtype=jnp.bfloat16))
+  text = str(count_flops(fun, x, dtype=jnp.bfloat16))
   assert "\nFix: ols.autocast(loss_fn, jnp.bfloat16), or cast " in text
-  report = precision_report(fun, make_shape(4, 4))
+  report = count_flops(fun, make_shape(4, 4))
   assert "Fix:" not in str(report)
   assert str(report).splitlines()[:2] == [
     "100.0% of the matmul and convolution FLOPs run in float16.",
@@ -342,11 +375,11 @@ def test_the_fix_names_the_dtype_and_is_printed_only_if_there_is_one():
 @pytest.mark.parametrize("dtype", [int, jnp.float64])
 def test_a_dtype_that_is_not_a_small_float_is_refused(dtype):
   with pytest.raises(TypeError, match="dtype must be a float dtype"):
-    precision_report(jnp.exp, 1.0, dtype=dtype)
+    count_flops(jnp.exp, 1.0, dtype=dtype)
 
 
 def test_an_equation_without_a_line_still_has_a_row(monkeypatch):
   monkeypatch.setattr(_source_info, "is_user_file", lambda name: False)
-  report = precision_report(lambda x: x @ x, make_shape(4, 4, dtype=F32))
+  report = count_flops(lambda x: x @ x, make_shape(4, 4, dtype=F32))
   assert [row.source_line for row in report.unconverted] == [""]
   assert "dot_general  unknown" in str(report)

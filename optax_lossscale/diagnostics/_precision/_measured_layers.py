@@ -12,7 +12,7 @@ from optax_lossscale.diagnostics import (
   _reports,
   _tracing,
 )
-from optax_lossscale.diagnostics._comparison import _layers, _runs
+from optax_lossscale.diagnostics._precision import _layers, _runs
 
 
 class MeasuredLayers(NamedTuple):

@@ -3,7 +3,7 @@
 1. Trace the function, and run it as trained.
 2. Run it with float32 in place of all half precision (the reference), and with
    perturbed operands. An error that any rounding causes is expected (``_runs``,
-   ``_program``).
+   ``_reference_program``).
 3. If an error is large, run the function as trained with other loss scales: an
    underflow ends with a higher one.
 4. Run it with one layer in half precision, for each layer. One program serves
@@ -30,12 +30,12 @@ from optax_lossscale.diagnostics import (
   _step_runs,
   _tracing,
 )
-from optax_lossscale.diagnostics._comparison import (
+from optax_lossscale.diagnostics._precision import (
+  _comparison,
+  _errors,
   _layers,
   _measured_layers,
   _outliers,
-  _output_errors,
-  _report,
   _runs,
 )
 
@@ -52,7 +52,7 @@ def compare_precision(
   *args: Any,
   progress: bool = True,
   **kwargs: Any,
-) -> _report.PrecisionComparison:
+) -> _comparison.PrecisionComparison:
   """Measures which layers of a function lose precision in half precision.
 
   The function computes in float16, bfloat16 or float8, whatever makes it do so:
@@ -150,7 +150,7 @@ class ComparisonResult(NamedTuple):
     is_exact: whether all of the function runs in float32 then.
   """
 
-  report: _report.PrecisionComparison
+  report: _comparison.PrecisionComparison
   outs: dict[int, Any]
   run: Callable[[list[Any]], dict[int, Any]]
   is_exact: bool
@@ -210,7 +210,7 @@ def compare_runs(
 
 def select_outputs(traced: _tracing.TracedFunction) -> list[bool]:
   """Return the mask of the outputs that a comparison needs."""
-  compared = set(_output_errors.list_compared_indices(traced.outputs))
+  compared = set(_errors.list_compared_indices(traced.outputs))
   # Other reports read whether an unscaled gradient is finite.
   step_kinds = {"unscaled"} if traced.grad_outputs else set()
   return [
@@ -224,7 +224,7 @@ def _build_report(
   runs: _runs.ReferenceRuns,
   dtypes: set[Any],
   eps: float,
-) -> _report.PrecisionComparison:
+) -> _comparison.PrecisionComparison:
   """Return a report of the errors, without layers."""
   names = runs.names
   effects = runs.half_effects
@@ -235,7 +235,7 @@ def _build_report(
   is_large = _outliers.find_large_errors(effects, eps)
   array_errors = runs.half_errors.array_errors
   order = np.argsort(-array_errors, kind="stable")
-  return _report.PrecisionComparison(
+  return _comparison.PrecisionComparison(
     dtype=" and ".join(sorted(map(str, dtypes))),
     target="gradients" if traced.grad_outputs else "results",
     reference_is_zero=runs.half_errors.is_zero,
@@ -253,11 +253,11 @@ def _build_report(
 
 
 def _add_loss_scale(
-  report: _report.PrecisionComparison,
+  report: _comparison.PrecisionComparison,
   step_runs: _step_runs.StepRuns,
   runs: _runs.ReferenceRuns,
   eps: float,
-) -> _report.PrecisionComparison:
+) -> _comparison.PrecisionComparison:
   """Add a better loss scale to a report, if an error is large."""
   if report.is_accurate or not step_runs.traced.scale_indices:
     return report
@@ -290,10 +290,10 @@ def _find_log2_increase(runs: _runs.ReferenceRuns, eps: float) -> int:
 
 
 def _report_layers(
-  report: _report.PrecisionComparison,
+  report: _comparison.PrecisionComparison,
   layers: _measured_layers.MeasuredLayers,
   eps: float,
-) -> _report.PrecisionComparison:
+) -> _comparison.PrecisionComparison:
   """Add the layers that were measured to a report, and the outliers."""
   rows = layers.list_rows()
   # If errors are equal, such as inf, the layer with the largest numbers is
@@ -337,11 +337,11 @@ def _compute_log2_excess(rows: list[_reports.LayerPrecision]) -> int:
 
 
 def _excuse_amplified_errors(
-  report: _report.PrecisionComparison,
+  report: _comparison.PrecisionComparison,
   runs: _runs.ReferenceRuns,
   layers: _measured_layers.MeasuredLayers | None,
   eps: float,
-) -> _report.PrecisionComparison:
+) -> _comparison.PrecisionComparison:
   """Leave out arrays whose large errors any rounding causes, but no layer."""
   names = set(itertools.compress(runs.names, runs.amplified_mask))
   if not names or report.suggested_log2_scale_change or report.overflowing:

@@ -1,4 +1,4 @@
-"""``precision_report``: the dtypes in which a function computes, by location.
+"""``count_flops``: how many FLOPs a function computes in which dtype.
 
 The function is traced, and its jaxpr is walked without running it. Each matmul
 and convolution contributes FLOPs to a pair of dtypes, times the number of its
@@ -29,8 +29,9 @@ from optax_lossscale.diagnostics import (
   _reports,
   _tracing,
 )
-from optax_lossscale.diagnostics._comparison import _layers
+from optax_lossscale.diagnostics._precision import _layers
 
+_MAX_ROWS = 20
 # The jaxpr inside of these primitives only combines two numbers. It is not
 # counted as a body that runs.
 _REDUCER_PREFIXES = (
@@ -45,8 +46,8 @@ _REDUCER_PREFIXES = (
 
 
 @dataclasses.dataclass(frozen=True)
-class PrecisionReport(_reports.PrintedReport):
-  """The report of :func:`precision_report`: how much runs in which dtype.
+class FlopCount(_reports.PrintedReport):
+  """The report of :func:`count_flops`: how much runs in which dtype.
 
   Attributes:
     dtype: the dtype in which the function should compute, as a string.
@@ -55,8 +56,8 @@ class PrecisionReport(_reports.PrintedReport):
     fraction: the fraction of them whose operands are in this dtype, or in one
       with fewer bits; 1.0 if there are none. In another dtype with as many
       bits, they don't count: float16 hardware may not have bfloat16.
-    flops: the FLOPs by the dtype of the operands, the wider one of two; the
-      largest first.
+    flops_by_dtype: the FLOPs by the dtype of the operands, the wider one of
+      two; the largest first.
     unconverted: a :class:`LayerPrecision` for each layer whose operands are in
       another dtype, the largest first.
     can_autocast: whether :func:`optax_lossscale.autocast` can cast any of these
@@ -70,7 +71,7 @@ class PrecisionReport(_reports.PrintedReport):
     >>> import jax.numpy as jnp
     >>> import optax_lossscale as ols
     >>> from optax_lossscale import diagnostics
-    >>> report = diagnostics.precision_report(
+    >>> report = diagnostics.count_flops(
     ...   ols.autocast(jnp.dot), jnp.eye(8), jnp.eye(8))
     >>> report.fraction, report.unconverted
     (1.0, ())
@@ -79,7 +80,7 @@ class PrecisionReport(_reports.PrintedReport):
   dtype: str
   total_flops: int
   fraction: float
-  flops: dict[str, int]
+  flops_by_dtype: dict[str, int]
   unconverted: tuple[_reports.LayerPrecision, ...]
   can_autocast: bool
   limitations: tuple[str, ...]
@@ -92,7 +93,7 @@ class PrecisionReport(_reports.PrintedReport):
         "flops": f"{count:.3g}",
         "fraction": f"{_get_fraction(count, self.total_flops):.1%}",
       }
-      for dtype, count in self.flops.items()
+      for dtype, count in self.flops_by_dtype.items()
     ]
     unconverted = [
       _reports.format_location_cells(row, has_line=not row.param_path)
@@ -101,7 +102,7 @@ class PrecisionReport(_reports.PrintedReport):
         "count": str(row.run_count),
         "fraction": f"{row.fraction:.1%}",
       }
-      for row in self.unconverted
+      for row in self.unconverted[:_MAX_ROWS]
     ]
     optimizer_line = (
       f"FLOPs of the matmuls of the optimizer: {self.optimizer_flops:.3g}, not"
@@ -118,11 +119,14 @@ class PrecisionReport(_reports.PrintedReport):
     if unconverted:
       title = f"Matmuls and convolutions not in {self.dtype}:"
       parts += [title, _reports.format_table(unconverted, 3)]
+    num_hidden = len(self.unconverted) - _MAX_ROWS
+    if num_hidden > 0:
+      parts.append(f"(+{num_hidden} more rows: report.unconverted)")
     return "\n".join(parts)
 
   def _format_conclusion(self) -> list[str]:
     """Return the fraction that runs in the dtype, and how to raise it."""
-    if not self.flops:
+    if not self.flops_by_dtype:
       suffix = " outside of the optimizer" * bool(self.optimizer_flops)
       return [f"The function has no matmuls and no convolutions{suffix}."]
     lines = [
@@ -144,12 +148,12 @@ class PrecisionReport(_reports.PrintedReport):
 
 
 @_transfer_guard.allow_transfers
-def precision_report(
+def count_flops(
   fun: Callable[..., Any],
   *args: Any,
-  dtype: Any = jnp.float16,
+  dtype: Any = None,
   **kwargs: Any,
-) -> PrecisionReport:
+) -> FlopCount:
   """Reports how many matmul FLOPs a function computes in which dtype.
 
   The function is traced and not run. Operations count if they lead to a result,
@@ -161,12 +165,13 @@ def precision_report(
       ``jax.value_and_grad(loss_fn)``.
     *args: its arguments. Arrays may be ``jax.ShapeDtypeStruct``.
     dtype: the dtype in which the function should compute, a float dtype of at
-      most 32 bits. (If ``fun`` has an argument of this name, bind it with
+      most 32 bits. By default, the one of float16 and bfloat16 that computes
+      more FLOPs. (If ``fun`` has an argument of this name, bind it with
       ``functools.partial``.)
     **kwargs: its keyword arguments.
 
   Returns:
-    A :class:`PrecisionReport`. It prints a conclusion and tables. The body of a
+    A :class:`FlopCount`. It prints a conclusion and tables. The body of a
     ``scan`` is counted once per iteration, the body of a ``while`` loop once,
     the branch with the most FLOPs of a ``cond``, and the body of a
     ``shard_map`` once per device.
@@ -183,22 +188,21 @@ def precision_report(
     ...   return jnp.mean(jnp.exp(x @ w.astype(jnp.float16)))
     >>> w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     >>> x = jax.ShapeDtypeStruct((128, 64), jnp.float16)
-    >>> report = diagnostics.precision_report(loss_fn, w, x)
+    >>> report = diagnostics.count_flops(loss_fn, w, x)
     >>> report.total_flops, report.fraction
     (1048576, 1.0)
 
   .. seealso:: :func:`compare_precision` measures the error of each layer.
   """
-  target_dtype = _dtype_limits.check_float_dtype(dtype)
-  traced = _tracing.trace(
-    "precision_report", fun, args, kwargs, allow_abstract=True
-  )
-  return report_traced(traced, target_dtype)
+  if dtype is not None:
+    dtype = _dtype_limits.check_float_dtype(dtype)
+  traced = _tracing.trace("count_flops", fun, args, kwargs, allow_abstract=True)
+  return count_traced(traced, dtype)
 
 
-def report_traced(
-  traced: _tracing.TracedFunction, dtype: np.dtype
-) -> PrecisionReport:
+def count_traced(
+  traced: _tracing.TracedFunction, dtype: np.dtype | None = None
+) -> FlopCount:
   """Return the report of a traced function."""
   # Only live equations, since XLA removes the others.
   visits = list(
@@ -216,17 +220,18 @@ def report_traced(
   flops: collections.Counter[str] = collections.Counter()
   for layer in layers:
     flops[str(layer.dtype)] += layer.flops
+  dtype = dtype or np.dtype(max("float16", "bfloat16", key=lambda x: flops[x]))
   total_flops = flops.total()
   unconverted = [x for x in layers if not _is_as_narrow(x.dtype, dtype)]
   unconverted.sort(key=lambda layer: layer.flops, reverse=True)
   flops_in_dtype = total_flops - sum(x.flops for x in unconverted)
   has_autocast = any(x.in_autocast for x in layers)
   get_fraction = functools.partial(_get_fraction, total_flops=total_flops)
-  return PrecisionReport(
+  return FlopCount(
     dtype=str(dtype),
     total_flops=total_flops,
     fraction=get_fraction(flops_in_dtype),
-    flops=dict(flops.most_common()),
+    flops_by_dtype=dict(flops.most_common()),
     unconverted=tuple(
       x.as_row(fraction=get_fraction(x.flops)) for x in unconverted
     ),
