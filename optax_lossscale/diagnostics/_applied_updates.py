@@ -50,7 +50,7 @@ _FLOAT32_EPS = float(jnp.finfo(jnp.float32).eps)
 
 def check_dependence(
   runs: _step_runs.StepRuns, ran_indices: Sequence[int]
-) -> list[_reports.Problem] | None:
+) -> list[_reports.Problem]:
   """Check that the results depend on the updates of each `update`.
 
   A value that depends on them through integers or Refs follows them.
@@ -58,9 +58,6 @@ def check_dependence(
   Args:
     runs: the runs of the step.
     ran_indices: the indices of the updates that ran.
-
-  Returns:
-    The mistakes; None if no result may be a new parameter.
   """
   traced = runs.traced
   outvars = traced.closed_jaxpr.jaxpr.outvars
@@ -79,10 +76,8 @@ def check_dependence(
     if output.is_trained and _may_be_param(shape, shapes_by_update.get(i, []))
   }
   missing = (shapes_by_update.keys() & {*ran_indices}) - returned
-  missing = {i for i in missing if not _responds(runs, i, None)}
-  if missing and not returned:
-    return None
-  return [NO_PARAMS] if missing else []
+  is_missing = any(not _responds(runs, i, None) for i in missing)
+  return [NO_PARAMS] if is_missing else []
 
 
 def check_changes(

@@ -4,7 +4,7 @@ Parameters, updates and results belong together if their paths end alike. If the
 new value of a parameter is no sum, such as a projection, nothing is said of it.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import functools
 import itertools
 from typing import Any, NamedTuple
@@ -65,39 +65,48 @@ def find_param_sums(runs: _step_runs.StepRuns) -> ParamSums:
     [_compare_with_sum(x.param, x.update, x.result) for x in matches]
   )
   pairs = list(zip(matches, comparisons, strict=True))
-  names = {x.param_index: x.name for x, (is_sum, _) in pairs if is_sum}
+  sums = {x.param_index: x for x, (is_sum, _) in pairs if is_sum}
+  names = {i: x.name for i, x in sums.items()}
   in_half = [x.name for x, (_, is_in_half) in pairs if is_in_half]
   mistakes = []
   if in_half:
     mistakes = [_reports.fill_in_names(_SUM_IN_HALF, name=in_half[0])]
-  elif names and not _depends_on_params(runs, names):
+  elif sums and not _depends_on_params(
+    runs, {i: x.result for i, x in sums.items()}
+  ):
     name = next(iter(names.values()))
     mistakes = [_reports.fill_in_names(_OTHER_PARAMS, name=name)]
   return ParamSums(names, mistakes)
 
 
 def _depends_on_params(
-  runs: _step_runs.StepRuns, param_indices: Collection[int]
+  runs: _step_runs.StepRuns, new_params: dict[int, Any]
 ) -> bool:
-  """Return whether the loss or the gradients change if parameters do.
+  """Return whether the loss or the gradients change with the new parameters.
 
   The value of a surrogate loss may be constant, such as a ratio to itself.
   """
   traced = runs.traced
   if not traced.select_kind(runs.outs, "loss"):
     return True
-  # A small change may be lost in half precision, and a factor alone would not
-  # change zeros.
-  outs = runs.run(
-    [
-      1024 * x + 1 if i in param_indices else x
-      for i, x in enumerate(traced.inputs)
-    ]
-  )
-  triples = zip(traced.outputs, runs.outs, outs, strict=True)
-  return _host_values.is_any_different(
-    (x, y) for output, x, y in triples if output.kind in ("loss", "grads")
-  )
+
+  def is_changed_by(change: Callable[[Any], Any]) -> bool:
+    outs = runs.run(
+      [
+        change(new_params[i]).astype(jax.dtypes.canonicalize_dtype(x.dtype))
+        if i in new_params
+        else x
+        for i, x in enumerate(traced.inputs)
+      ]
+    )
+    triples = zip(traced.outputs, runs.outs, outs, strict=True)
+    return _host_values.is_any_different(
+      (x, y) for output, x, y in triples if output.kind in ("loss", "grads")
+    )
+
+  # The updates may be lost in half precision, or in a loss that is large. The
+  # factor alone would not change zeros.
+  return is_changed_by(lambda x: x) or is_changed_by(lambda x: 1024 * x + 1)
 
 
 class _Match(NamedTuple):

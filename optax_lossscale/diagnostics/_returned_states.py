@@ -51,22 +51,22 @@ WAITS = (
 _LOWER = 2.0**-8
 
 
-def make_mistake(details: str = "") -> _reports.Problem:
-  """Return the mistake of a step that does not return the state of `update`."""
+def _make_mistake(details: str) -> _reports.Problem:
   return _reports.fill_in_names(_NOT_RETURNED, details=details)
+
+
+# No result is an optimizer state.
+NO_STATE = _make_mistake("")
 
 
 def check_dependence(
   runs: _step_runs.StepRuns, ran_indices: Sequence[int]
-) -> list[_reports.Problem] | None:
+) -> list[_reports.Problem]:
   """Check that the results may depend on the state that each `update` returns.
 
   Args:
     runs: the runs of the step.
     ran_indices: the updates that ran.
-
-  Returns:
-    The mistakes; None if no result is an optimizer state.
   """
   traced = runs.traced
   states = [x for x in traced.outputs if x.kind == "state_scale"]
@@ -74,12 +74,12 @@ def check_dependence(
   results = [x for x in traced.outputs if x.kind in _outputs.RETURNED_KINDS]
   returned = frozenset().union(*(x.new_scales for x in states or results))
   if not states and not returned:
-    return None
+    return [NO_STATE]
   missing = {*ran_indices} - returned - _list_inner_updates(traced)
   if missing and not _counts_skips(runs):
-    return [make_mistake()]
+    return [NO_STATE]
   if _has_old_inner_state(traced):
-    return [make_mistake(": its inner_state is the old one")]
+    return [_make_mistake(": its inner_state is the old one")]
   return []
 
 
@@ -158,7 +158,7 @@ def check_after_overflow(
   lost = _find_lost_state(masks)
   if lost is not None:
     counts = [np.max(updates[i].new_skip_count) for i in lost.calls]
-    yield make_mistake(
+    yield _make_mistake(
       f": after an overflow, it counts {np.max(lost.skip_count)} skipped steps"
       f" in place of {max(counts)}"
     )
@@ -195,7 +195,7 @@ def check_with_lower_scale(
     return []
   scales = [np.min(updates[i].new_scale) for i in lost.calls]
   return [
-    make_mistake(
+    _make_mistake(
       f": with a lower loss scale, its scale is {np.max(lost.scale):g} in place"
       f" of {min(scales):g}"
     )

@@ -1,10 +1,8 @@
 """Detect mistakes in how a training step scales and passes its gradients.
 
-These checks run the step, where ``_scale_dependence`` analyzes it:
-
-* ``check_applied_flags`` reads flags of a step that was run: ``update`` ran, it
-  received each nonfinite gradient that ``value_and_grad`` returned, and it
-  skipped no step with finite gradients.
+* ``check_hidden_overflow`` and ``check_needless_skip`` read flags of a run:
+  ``update`` received each nonfinite gradient that ``value_and_grad``
+  returned, and skipped no step with finite gradients.
 * ``check_scale_invariance`` runs the step with other loss scales: a gradient
   that is unscaled exactly once stays the same.
 """
@@ -21,6 +19,7 @@ from optax_lossscale.diagnostics import (
   _host_values,
   _outputs,
   _reports,
+  _step_runs,
   _tracing,
 )
 
@@ -78,10 +77,10 @@ Outs = Sequence[Any] | Mapping[int, Any]
 RunFn = Callable[[list[Any]], Outs]
 
 
-def check_applied_flags(
+def check_hidden_overflow(
   traced: _tracing.TracedFunction, outs: Sequence[Any]
 ) -> list[_reports.Problem]:
-  """Check that `update` ran in a step, and that no overflow is hidden from it.
+  """Check that no overflow is hidden from the updates that ran in a step.
 
   Args:
     traced: the step.
@@ -91,24 +90,18 @@ def check_applied_flags(
     Mistakes; empty if the step is correct.
   """
   updates = traced.read_updates(outs).values()
-  if not updates:
-    return []
-  if not any(x.has_run for x in updates):
-    return [UPDATE_NOT_RUN]
   unscaled_grads = traced.select_kind(outs, "unscaled")
   has_overflow = not _host_values.all_finite(unscaled_grads)
   # If any `update` skipped its step, it may have received the overflow. If one
   # did not run, such as behind an accumulation, it may receive the overflow in
   # a later step. So the overflow is only hidden if all updates were applied.
   is_applied = all((x.applied == 1).all() for x in updates)
-  return [_HIDDEN_OVERFLOW] if has_overflow and is_applied else []
+  return [_HIDDEN_OVERFLOW] if updates and has_overflow and is_applied else []
 
 
-def check_needless_skip(
-  traced: _tracing.TracedFunction, outs: Sequence[Any]
-) -> list[_reports.Problem]:
+def check_needless_skip(runs: _step_runs.StepRuns) -> list[_reports.Problem]:
   """Check that no `update` skipped a step whose outputs are finite."""
-  is_skipped = any(x.has_skipped for x in traced.read_updates(outs).values())
+  is_skipped = any(update.has_skipped for update in runs.updates.values())
   return [_NEEDLESS_SKIP] if is_skipped else []
 
 

@@ -91,18 +91,16 @@ def check_wiring(
   has_overflow = search.origin is not None
   scaled_grads = _scaled_grads.find_scaled_grads(search.finite_runs)
   returned = _check_returned_values(search.finite_runs, runs.outs)
-  mistakes = [
-    *returned.mistakes,
-    *scaled_grads.mistakes,
-    *_scaling_mistakes.check_applied_flags(traced, runs.outs),
-  ]
-  has_run = _scaling_mistakes.UPDATE_NOT_RUN not in mistakes
-  if not has_overflow:
-    mistakes += _scaling_mistakes.check_needless_skip(traced, runs.outs)
+  mistakes = [*returned.mistakes, *scaled_grads.mistakes]
+  has_run = any(update.has_run for update in runs.updates.values())
+  if has_run:
+    mistakes += _scaling_mistakes.check_hidden_overflow(traced, runs.outs)
+  elif runs.updates and has_overflow:
     # A step may skip update on purpose, for example to accumulate gradients. It
     # is a problem only together with an overflow: the branch may test for it.
-    if not has_run:
-      mistakes.remove(_scaling_mistakes.UPDATE_NOT_RUN)
+    mistakes.append(_scaling_mistakes.UPDATE_NOT_RUN)
+  if not has_overflow:
+    mistakes += _scaling_mistakes.check_needless_skip(runs)
   if comparison is not None:
     mistakes += _scaling_mistakes.check_scale_invariance(
       traced,
@@ -123,7 +121,7 @@ def check_wiring(
     problems=list(dict.fromkeys(mistakes)),
     limitations=returned.limitations,
     passed=returned.passed,
-    has_run=has_run,
+    has_run=has_run or not runs.updates,
     knows_scales=scaled_grads.is_known,
   )
 
@@ -156,22 +154,12 @@ def _check_returned_values(
   ran_indices = [i for i, update in runs.updates.items() if update.has_run]
   if traced.unreached_locations or not ran_indices:
     return _ReturnedValues()
-  params_mistakes = _applied_updates.check_dependence(runs, ran_indices)
-  state_mistakes = _returned_states.check_dependence(runs, ran_indices)
-  if params_mistakes is None and state_mistakes is None:
-    return _ReturnedValues([_NOTHING_RETURNED])
   mistakes = [
-    *(
-      [_returned_states.make_mistake()]
-      if state_mistakes is None
-      else state_mistakes
-    ),
-    *(
-      [_applied_updates.NO_PARAMS]
-      if params_mistakes is None
-      else params_mistakes
-    ),
+    *_returned_states.check_dependence(runs, ran_indices),
+    *_applied_updates.check_dependence(runs, ran_indices),
   ]
+  if {_returned_states.NO_STATE, _applied_updates.NO_PARAMS} == {*mistakes}:
+    mistakes = [_NOTHING_RETURNED]
   if mistakes:
     return _ReturnedValues(mistakes)
   passed = ["the new parameters and the new loss-scale state are returned"]
@@ -201,7 +189,7 @@ def _check_runs(
   """
   param_sums = _param_sums.find_param_sums(runs)
   findings = [
-    *_find_hidden_overflows(runs.traced, overflow_outs),
+    *_scaling_mistakes.check_hidden_overflow(runs.traced, overflow_outs),
     *_returned_states.check_after_overflow(runs, overflow_outs),
     *_applied_updates.check_changes(runs, overflow_outs),
     *param_sums.mistakes,
@@ -226,14 +214,6 @@ def _check_runs(
   return _ReturnedValues(mistakes, limitations, passed)
 
 
-def _find_hidden_overflows(
-  traced: _tracing.TracedFunction, outs: Sequence[Any]
-) -> list[_reports.Problem]:
-  """Return a mistake if an overflow is hidden from each `update` that ran."""
-  mistakes = _scaling_mistakes.check_applied_flags(traced, outs)
-  return [x for x in mistakes if x is not _scaling_mistakes.UPDATE_NOT_RUN]
-
-
 def _check_larger_scales(
   runs: _step_runs.StepRuns,
 ) -> list[_reports.Problem]:
@@ -255,7 +235,7 @@ def _check_larger_scales(
     # A step may try again with a smaller scale, so that only the first
     # gradients overflow.
     if {unscaled[i][1] for i in indices} == groups:
-      return _find_hidden_overflows(traced, outs)
+      return _scaling_mistakes.check_hidden_overflow(traced, outs)
   return []
 
 

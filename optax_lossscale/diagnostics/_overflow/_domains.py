@@ -78,6 +78,24 @@ FIXES = {
   ),
 }
 
+# The fix for each operation that has no value at small operands.
+SMALL_OPERAND_FIXES = {
+  "div": (
+    "a divisor is zero or too small. Keep such numbers out before the"
+    " operation: x / jnp.where(jnp.abs(y) > {small}, y, 1), or use a larger"
+    " epsilon, also for the optimizer: eps={small}.{limit}"
+  ),
+  "pow": (
+    "an operand of pow is negative or too small. Keep such numbers out before"
+    " the operation: jnp.where(x > {small}, x, 1) ** p."
+  ),
+  "integer_pow": (
+    "an operand is too small for 1 / x, x**-2, a root or their derivatives."
+    " Keep such numbers out before the operation:"
+    " jnp.where(jnp.abs(x) > {small}, x, 1)."
+  ),
+}
+
 
 def find_function(
   program: _eqns.ClosedJaxpr,

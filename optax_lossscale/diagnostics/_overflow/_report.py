@@ -27,10 +27,8 @@ class Context(NamedTuple):
   """What a fix depends on, next to the operation.
 
   Attributes:
-    is_reproduced: whether the operation was seen to return the inf or NaN. If
-      not, only the compiled program as a whole does, which XLA simplifies.
-    is_below_min_scale: whether the loss scale times ``scale_factor`` is below
-      the ``min_scale`` of the policy.
+    is_reproduced: whether the operation by itself returns the inf or NaN.
+    is_below_min_scale: whether ``scale_factor`` leads below ``min_scale``.
     function: JAX's name of the function whose derivative the operation
       computes: ``"acos"`` if it divides by the root of 1 - x**2 there;
       otherwise ``primitive``. Empty for an argument or a constant.
@@ -223,8 +221,10 @@ def _has_small_operand(origin: Overflow) -> bool:
   amax = origin.inputs[0].amax or 0.0
   top = float(jnp.finfo(origin.dtype).max)
   if origin.primitive == "div":
-    return amax < top * float(_get_small_constant(origin))
-  return amax < top**0.25
+    is_small = amax < top * float(_get_small_constant(origin))
+    return is_small or origin.scale_factor == 0
+  is_nan_of_pow = origin.primitive == "pow" and origin.kind == "nan"
+  return is_nan_of_pow or amax < top**0.25
 
 
 def _get_small_constant(origin: Overflow) -> str:
@@ -359,26 +359,9 @@ _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
     (lambda x, name=name: (x._context.function or x.primitive) == name, fix)
     for name, fix in _domains.FIXES.items()
   ),
-  (
-    lambda x: (
-      x.primitive == "div" and (_has_small_operand(x) or x.scale_factor == 0)
-    ),
-    "a divisor is zero or too small. Keep such numbers out before the"
-    " operation: x / jnp.where(jnp.abs(y) > {small}, y, 1), or use a larger"
-    " epsilon, also for the optimizer: eps={small}.{limit}",
-  ),
-  (
-    lambda x: (
-      x.primitive == "pow" and (x.kind == "nan" or _has_small_operand(x))
-    ),
-    "an operand of pow is negative or too small. Keep such numbers out before"
-    " the operation: jnp.where(x > {small}, x, 1) ** p.",
-  ),
-  (
-    lambda x: x.primitive == "integer_pow" and _has_small_operand(x),
-    "an operand is too small for 1 / x, x**-2, a root or"
-    " their derivatives. Keep such numbers out before the operation:"
-    " jnp.where(jnp.abs(x) > {small}, x, 1).",
+  *(
+    (lambda x, name=name: x.primitive == name and _has_small_operand(x), fix)
+    for name, fix in _domains.SMALL_OPERAND_FIXES.items()
   ),
   (
     _is_undefined,
