@@ -228,7 +228,7 @@ def _find_numeric_problems(results: _Results) -> list[_reports.Problem]:
   _, search, comparison, wiring = results
   traced = search.runs.traced
   report = comparison.report if comparison and wiring.has_run else None
-  loss_scale = _numeric_problems.LossScale.from_step(
+  loss_scale = _numeric_problems.read_loss_scale(
     traced, can_decrease=not wiring.problems
   )
   problems = _numeric_problems.find_numeric_problems(

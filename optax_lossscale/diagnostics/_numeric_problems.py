@@ -5,10 +5,9 @@ most important first.
 """
 
 from collections.abc import Iterator, Sequence
-import math
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale.diagnostics import (
@@ -22,49 +21,34 @@ from optax_lossscale.diagnostics._precision import _comparison
 
 # Powers of two by which the loss scale falls, to find gradients.
 _LOG2_DECREASES = (4, 8, 12, 16)
-# If no layer alone explains an error, so many are listed.
-_MAX_LAYERS = 3
 
 
-class LossScale(NamedTuple):
-  """The loss scale of a step.
-
-  Attributes:
-    value: its value; None if there are several.
-    lowest: the lowest value that the policy allows; None if unknown.
-    can_decrease: whether the step is skipped after an overflow, and returns the
-      state with a decreased scale.
-  """
-
-  value: float | None
-  lowest: float | None
-  can_decrease: bool
-
-  @classmethod
-  def from_step(
-    cls, traced: _tracing.TracedFunction, can_decrease: bool
-  ) -> "LossScale":
-    """Return the loss scale that a step has as an argument."""
-    scales = _host_values.to_host(
-      [traced.inputs[i] for i in traced.scale_indices]
-    )
-    values = {x for scale in scales for x in np.ravel(scale).tolist()}
-    value = values.pop() if len(values) == 1 else None
-    return cls(value, traced.lowest_scale, can_decrease)
+def read_loss_scale(
+  traced: _tracing.TracedFunction, can_decrease: bool
+) -> _comparison.LossScale:
+  """Return the loss scale that a step has as an argument."""
+  scales = _host_values.to_host(
+    [traced.inputs[i] for i in traced.scale_indices]
+  )
+  values = {x for scale in scales for x in np.ravel(scale).tolist()}
+  value = values.pop() if len(values) == 1 else None
+  return _comparison.LossScale(value, traced.lowest_scale, can_decrease)
 
 
 def find_numeric_problems(
   origin: _overflow_report.Overflow | None,
   report: _comparison.PrecisionComparison | None,
-  loss_scale: LossScale,
+  loss_scale: _comparison.LossScale,
 ) -> list[_reports.Problem]:
   """Return the problems with overflow, or else with lost precision."""
   problems: list[_reports.Problem] = []
-  is_scale_cause = origin is None or (
-    origin.scale_factor != 0 and not _overflow_report.has_zero_grads(origin)
-  )
-  if report is not None and report.reference_is_finite:
-    problems += _find_precision_problems(report, loss_scale, is_scale_cause)
+  if report is not None:
+    is_scale_cause = origin is None or (
+      origin.scale_factor != 0 and not _overflow_report.has_zero_grads(origin)
+    )
+    if not is_scale_cause:
+      report = dataclasses.replace(report, suggested_log2_scale_change=0)
+    problems += _comparison.find_problems(report, loss_scale)
   # The comparison only knows matmuls. Report the overflow of another operation
   # first if it is in the forward pass, and else if nothing explains it.
   if origin is None:
@@ -74,112 +58,6 @@ def find_numeric_problems(
   # What the user wrote in half precision overflows because of the origin.
   others = [x for x in problems if x.keep_float32 or x.loss_scale]
   return [_as_problem(origin), *others]
-
-
-def _find_precision_problems(
-  report: _comparison.PrecisionComparison,
-  loss_scale: LossScale,
-  is_scale_cause: bool,
-) -> Iterator[_reports.Problem]:
-  log2_change = report.suggested_log2_scale_change
-  if report.reference_is_zero:
-    return
-  if report.overflowing:
-    for name in report.overflowing:
-      yield _suggest_float32(report, name, _describe_overflow(report, name))
-  elif log2_change < 0 and is_scale_cause:
-    consequence = ", so this step is skipped" * loss_scale.can_decrease
-    yield _suggest_rescale(
-      f"The backward pass overflows{consequence}",
-      log2_change,
-      loss_scale,
-    )
-  elif log2_change > 0 and is_scale_cause:
-    name = [*report.inaccurate_arrays, "The gradient"][0]
-    error = report.array_errors.get(name, report.error)
-    yield _suggest_rescale(
-      f"{name} underflows in the backward pass: relative error {error:.2g}",
-      log2_change,
-      loss_scale,
-    )
-  elif report.is_accurate:
-    return
-  elif report.outliers:
-    for name in report.outliers:
-      row = report.get_row(name)
-      yield _suggest_float32(
-        report,
-        name,
-        f"{name} loses precision in {row.dtype}: relative error"
-        f" {row.isolated_error:.2g} from this layer alone.",
-      )
-  elif math.isfinite(report.error):
-    yield _explain_large_error(report)
-
-
-def _describe_overflow(
-  report: _comparison.PrecisionComparison, name: str
-) -> str:
-  """Return how a layer overflows in the forward pass."""
-  row = report.get_row(name)
-  return (
-    f"{name} overflows in the forward pass: max abs {row.amax:.2g}, {row.dtype}"
-    f" ends at {float(jnp.finfo(row.dtype).max):.5g}."
-  )
-
-
-def _explain_large_error(
-  report: _comparison.PrecisionComparison,
-) -> _reports.Problem:
-  """Return the problem of an error that no layer causes alone."""
-  details = f"relative error {report.error:.2g}"
-  for name in report.inaccurate_arrays[:1]:
-    details += f", largest in {name}: {report.array_errors[name]:.2g}"
-  names = list(dict.fromkeys(row.name for row in report.layers))[:_MAX_LAYERS]
-  layers = ", ".join(
-    f"{name} ({report.get_row(name).isolated_error:.2g})" for name in names
-  )
-  return _reports.Problem(
-    f"The gradients are inaccurate in {report.dtype}: {details}. No layer alone"
-    f" explains it; the largest errors of single layers: {layers}.",
-    f"Run some of the layers in float32: {report.format_fix(names)}",
-  )
-
-
-def _suggest_float32(
-  report: _comparison.PrecisionComparison, name: str, cause: str
-) -> _reports.Problem:
-  """Return a problem whose fix is to compute a layer in float32."""
-  if not report.get_row(name).in_autocast:
-    fix = report.format_fix([name])
-    return _reports.Problem(cause, f"{fix[0].upper()}{fix[1:]}.")
-  fix = f"ols.autocast(loss_fn, keep_float32={name!r})"
-  return _reports.Problem(cause, fix, keep_float32=(name,))
-
-
-def _suggest_rescale(
-  cause: str, log2_change: int, loss_scale: LossScale
-) -> _reports.Problem:
-  """Return a problem whose fix is another loss scale."""
-  if loss_scale.value is None:
-    verb = "Raise" if log2_change > 0 else "Lower"
-    fix = f"{verb} the loss scale by 2**{abs(log2_change)}."
-    return _reports.Problem(f"{cause}.", fix)
-  new_scale = loss_scale.value * 2.0**log2_change
-  cause = f"{cause} (loss scale {loss_scale.value:g})."
-  if loss_scale.lowest is not None and new_scale < loss_scale.lowest:
-    fix = (
-      f"The loss scale must decrease to {new_scale:g}, but min_scale of its"
-      f" policy stops it at {loss_scale.lowest:g}, and every step is skipped."
-      " Lower min_scale, as in"
-      f" ols.DynamicLossScale(min_scale={new_scale:g}), or make the loss"
-      " smaller."
-    )
-    return _reports.Problem(cause, fix)
-  fix = f"opt_state = ols.set_loss_scale(opt_state, {new_scale:g})"
-  if log2_change < 0 and loss_scale.can_decrease:
-    fix += "; a dynamic loss scale also decreases on its own"
-  return _reports.Problem(cause, fix, loss_scale=new_scale)
 
 
 def _as_problem(origin: _overflow_report.Overflow) -> _reports.Problem:

@@ -167,6 +167,12 @@ def format_location_cells(
   return {"": row.primitive, "name": f"{name or 'unknown'}{backward_suffix}"}
 
 
+def format_rest(items: Sequence[Any], num_shown: int, text: str) -> list[str]:
+  """Return a line with the number of items that are not shown, if any."""
+  num_hidden = len(items) - num_shown
+  return [f"(+{num_hidden} {text})"] if num_hidden > 0 else []
+
+
 def format_table(
   rows: Sequence[Mapping[str, str]], num_left_aligned: int
 ) -> str:

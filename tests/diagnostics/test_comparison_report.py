@@ -39,22 +39,46 @@ CONCLUSIONS = {
     {"reference_is_finite": False},
     ["The gradients are not finite in float32 either: find_overflow names"],
   ),
-  "an outlier": (outliers(make_layer("a")), ["Outlier: keep_float32='a'."]),
+  "an outlier": (
+    outliers(make_layer("a", error=0.25)),
+    ["a loses precision in float16: relative error 0.25 from this layer alone.",
+     "Fix: ols.autocast(loss_fn, keep_float32='a')"],
+  ),
   "two outliers": (
     outliers(make_layer("c"), make_layer("a")),
-    ["2 outliers: keep_float32=['c', 'a']."],
+    ["c loses", "Fix: ", "a loses", "Fix: "],
   ),
-  "outliers outside of autocast": (
-    outliers(
-      make_layer("a"),
-      make_layer("b", in_autocast=False),
-      make_layer(f"c at {LINE}", in_autocast=False),
-    ),
-    [f"3 outliers: keep_float32='a'; compute in float32 in b at {LINE},"
-     f" c at {LINE}: x.astype(jnp.float32)."],
+  "four outliers": (
+    outliers(*map(make_layer, "abcd")),
+    ["a loses", "Fix: ", "b loses", "Fix: ", "c loses", "Fix: ",
+     "(+1 more: report.overflowing, report.outliers)"],
+  ),
+  "an outlier outside of autocast": (
+    outliers(make_layer("b", in_autocast=False)),
+    ["b loses", f"Fix: Compute in float32 in b at {LINE}: x.astype(jnp.float"],
+  ),
+  "an outlier on a line outside of autocast": (
+    outliers(make_layer(f"c at {LINE}", in_autocast=False)),
+    [f"c at {LINE} loses", f"Fix: Compute in float32 in c at {LINE}: x.as"],
+  ),
+  "an outlier with a small error": (
+    {"layers": [make_layer("a")], "outliers": ("a",)},
+    ["Most of the error is due to a."],
   ),
   "a large error of no layer": (
-    BAD, ["The error is large, and no single layer dominates it."]
+    {**BAD, "array_errors": {"w": 0.7}, "inaccurate_arrays": ("w",)}
+    | {"layers": [
+      make_layer("a", error=0.2), make_layer("b", error=0.1, in_autocast=False),
+      make_layer("c"), make_layer("d")
+    ]},
+    ["The gradients are inaccurate in float16: relative error 0.5, largest in"
+     " w: 0.7. No layer alone explains it; the largest errors of single layers:"
+     " a (0.2), b (0.1), c (0).",
+     "Fix: Run some of the layers in float32: ols.autocast(loss_fn,"
+     f" keep_float32=['a', 'c']); Compute in float32 in b at {LINE}: x.ast"],
+  ),
+  "an infinite error of no layer": (
+    {**BAD, "error": INF}, ["No single layer dominates the error."]
   ),
   "an amplified error": (
     {"array_errors": {"w": 0.5}, "ill_conditioned_arrays": ("w",)},
@@ -62,34 +86,30 @@ CONCLUSIONS = {
   ),
   "a loss scale that is too high": (
     {**BAD, "suggested_log2_scale_change": -3},
-    ["Only the backward pass overflows: lower the loss scale by 2**3, and"],
+    ["The backward pass overflows.", "Fix: Lower the loss scale by 2**3."],
   ),
   "an underflow": (
     outliers(make_layer("w"))
     | {"array_errors": {"w": 0.5}, "inaccurate_arrays": ("w",)}
     | {"suggested_log2_scale_change": 4},
-    ["w underflows in the backward pass: raise the loss scale by 2**4.",
-     "Outlier: keep_float32='w'."],
+    ["w underflows in the backward pass: relative error 0.5.",
+     "Fix: Raise the loss scale by 2**4."],
   ),
   "an underflow of the result": (
-    {**BAD, "suggested_log2_scale_change": 4},
-    ["The result underflows in the backward pass: raise the loss scale by 2*"],
+    {**BAD, "suggested_log2_scale_change": 4, "target": "results"},
+    ["The result underflows in the backward pass: relative error 0.5.",
+     "Fix: Raise the loss scale by 2**4."],
   ),
   # An outlier that overflows is not named twice.
   "an overflow": (
     outliers(overflow("a")),
-    ["1 layer overflows in the forward pass: a. Run it in float32:"
-     " keep_float32='a'."],
-  ),
-  "three overflows": (
-    {**BAD, "layers": [overflow("b", 2), overflow("a", 1), overflow("c", 3)]},
-    ["3 layers overflow in the forward pass, first a. Run them in float32:"
-     " keep_float32=['b', 'a', 'c']."],
+    ["a overflows in the forward pass: max abs 1, float16 ends at 65504.",
+     "Fix: ols.autocast(loss_fn, keep_float32='a')"],
   ),
   "four overflows": (
     {**BAD, "layers": [overflow(x, i) for i, x in enumerate("abcd")]},
-    ["4 layers overflow in the forward pass, first a. Run them in float32:"
-     " keep_float32=report.overflowing."],
+    ["a overflows", "Fix: ", "b overflows", "Fix: ", "c overflows", "Fix: ",
+     "(+1 more: report.overflowing, report.outliers)"],
   ),
 }  # fmt: skip
 
@@ -132,7 +152,7 @@ def test_the_arrays_with_large_errors_are_listed():
     "  the result: 0.9",
     "  c: 0.2",
     "  b: 0.1",
-    "  (+1 more: report.inaccurate_arrays)",
+    "(+1 more: report.inaccurate_arrays)",
     "The function amplifies any rounding, so these errors are expected in"
     " float16: d, e, f and 2 more.",
   ]

@@ -3,11 +3,16 @@
 from collections.abc import Sequence
 import dataclasses
 import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
 
 from optax_lossscale.diagnostics import _reports
 
 _MAX_ROWS = 20
-_MAX_ARRAYS = 3
+_MAX_ARRAYS = _MAX_PROBLEMS = 3
+# If no layer alone explains an error, so many are listed.
+_MAX_LAYERS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,10 +104,16 @@ class PrecisionComparison(_reports.PrintedReport):
     has_overflow = self.overflowing or self.suggested_log2_scale_change < 0
     if self.reference_is_finite and not has_overflow:
       lines += self._format_arrays()
-    return "\n".join([*lines, *self._format_table()])
+    rows = list(map(_as_cells, self.layers[:_MAX_ROWS]))
+    if rows:
+      lines.append(_reports.format_table(rows, num_left_aligned=2))
+    lines += _reports.format_rest(
+      self.layers, _MAX_ROWS, "more rows: report.layers"
+    )
+    return "\n".join(lines)
 
   def _format_conclusion(self) -> list[str]:
-    """Return the cause of the errors and the fix, in a few sentences."""
+    """Return the problems and their fixes, or that there is none."""
     if self.reference_is_zero:
       return [
         f"All {self.target} are zero in float32, so there is nothing to"
@@ -114,67 +125,19 @@ class PrecisionComparison(_reports.PrintedReport):
         f"The {self.target} are not finite in float32 either: find_overflow"
         " names the operation."
       ]
-    log2_change = self.suggested_log2_scale_change
-    if log2_change < 0:
-      return [
-        "Only the backward pass overflows: lower the loss scale by"
-        f" 2**{-log2_change}, and compare again."
-      ]
+    problems = find_problems(self)
     lines = []
-    if self.overflowing:
-      lines.append(self._format_forward_overflows())
-    if log2_change > 0:
-      lines.append(
-        f"{self._format_worst_array()} underflows in the backward pass: raise"
-        f" the loss scale by 2**{log2_change}."
-      )
-    # If the forward pass overflows, an infinite error is not the fault of a
-    # single layer.
-    infinite_error_names = {
-      row.name for row in self.layers if row.isolated_error == math.inf
-    }
-    excluded_names = infinite_error_names if self.overflowing else ()
-    outliers = [x for x in self.outliers if x not in excluded_names]
-    if outliers:
-      label = "Outlier" if len(outliers) == 1 else f"{len(outliers)} outliers"
-      lines.append(f"{label}: {self.format_fix(outliers)}.")
+    for problem in problems[:_MAX_PROBLEMS]:
+      lines += [problem.cause, f"Fix: {problem.fix}"]
+    names = "report.overflowing, report.outliers"
+    lines += _reports.format_rest(problems, _MAX_PROBLEMS, f"more: {names}")
     if lines:
       return lines
-    if not self.is_accurate:
-      return ["The error is large, and no single layer dominates it."]
-    suffix = "" if self.ill_conditioned_arrays else ", which is small"
+    if self.outliers:
+      return [f"Most of the error is due to {', '.join(self.outliers)}."]
+    is_small = self.is_accurate and not self.ill_conditioned_arrays
+    suffix = ", which is small" * is_small
     return [f"No single layer dominates the error{suffix}."]
-
-  def _format_worst_array(self) -> str:
-    return [*self.inaccurate_arrays, "The result"][0] or "The result"
-
-  def format_fix(self, names: Sequence[str]) -> str:
-    """Returns how to compute these layers in float32."""
-    in_autocast = {row.name for row in self.layers if row.in_autocast}
-    cast = [name for name in names if name in in_autocast]
-    written = [name for name in names if name not in in_autocast]
-    parts = [_format_keep_float32(cast)] if cast else []
-    if written:
-      lines = ", ".join(self.get_row(name).name_with_line for name in written)
-      parts.append(f"compute in float32 in {lines}: x.astype(jnp.float32)")
-    return "; ".join(parts)
-
-  def _format_forward_overflows(self) -> str:
-    rows = [row for row in self.layers if row.name in self.overflowing]
-    if len(self.overflowing) == 1:
-      return (
-        f"1 layer overflows in the forward pass: {self.overflowing[0]}. Run it"
-        f" in float32: {self.format_fix(self.overflowing)}."
-      )
-    first_row = min(rows, key=lambda row: row.program_index)
-    is_long = len(self.overflowing) > _MAX_ARRAYS
-    fix = self.format_fix(self.overflowing)
-    if is_long and all(row.in_autocast for row in rows):
-      fix = "keep_float32=report.overflowing"
-    return (
-      f"{len(self.overflowing)} layers overflow in the forward pass, first"
-      f" {first_row.name}. Run them in float32: {fix}."
-    )
 
   def _format_errors(self) -> str:
     """Return the line with the error of all arrays together."""
@@ -189,18 +152,14 @@ class PrecisionComparison(_reports.PrintedReport):
 
   def _format_arrays(self) -> list[str]:
     """Return the lines on the largest errors, and on expected ones."""
-    shown_names = self.inaccurate_arrays[:_MAX_ARRAYS]
-    rows = [
+    lines = [
       f"  {name or 'the result'}: {self.array_errors[name]:.2g}"
-      for name in shown_names
+      for name in self.inaccurate_arrays[:_MAX_ARRAYS]
     ]
-    lines = ["Largest relative errors:", *rows] if rows else []
-    num_hidden = len(self.inaccurate_arrays) - len(rows)
-    lines += (
-      [f"  (+{num_hidden} more: report.inaccurate_arrays)"]
-      if num_hidden
-      else []
-    )
+    if lines:
+      lines.insert(0, "Largest relative errors:")
+    more = "more: report.inaccurate_arrays"
+    lines += _reports.format_rest(self.inaccurate_arrays, _MAX_ARRAYS, more)
     names = [x or "the result" for x in self.ill_conditioned_arrays]
     if names:
       num_hidden = len(names) - _MAX_ARRAYS
@@ -211,34 +170,131 @@ class PrecisionComparison(_reports.PrintedReport):
       )
     return lines
 
-  def _format_table(self) -> list[str]:
-    """Return the table of layers."""
-    if not self.layers:
-      return []
-    rows = [_as_cells(row) for row in self.layers[:_MAX_ROWS]]
-    lines = [_reports.format_table(rows, num_left_aligned=2)]
-    num_hidden = len(self.layers) - _MAX_ROWS
-    if num_hidden > 0:
-      lines.append(f"(+{num_hidden} more rows: report.layers)")
-    return lines
+
+class LossScale(NamedTuple):
+  """The loss scale of a step.
+
+  Attributes:
+    value: its value; None if it is unknown, or there are several.
+    lowest: the lowest value that the policy allows; None if unknown.
+    can_decrease: whether the step is skipped after an overflow, and returns the
+      state with a decreased scale.
+  """
+
+  value: float | None = None
+  lowest: float | None = None
+  can_decrease: bool = False
 
 
-def _format_keep_float32(names: Sequence[str]) -> str:
-  """Return the argument of `autocast` that keeps layers in float32."""
-  value = names[0] if len(names) == 1 else list(names)
-  return f"keep_float32={value!r}"
+def find_problems(
+  report: PrecisionComparison, loss_scale: LossScale | None = None
+) -> list[_reports.Problem]:
+  """Return the problems that a comparison found, each with a fix."""
+  loss_scale = loss_scale or LossScale()
+  log2_change = report.suggested_log2_scale_change
+  if report.reference_is_zero or not report.reference_is_finite:
+    return []
+  if report.overflowing:
+    rows = map(report.get_row, report.overflowing)
+    return [_suggest_float32(row, _describe_overflow(row)) for row in rows]
+  if log2_change < 0:
+    consequence = ", so this step is skipped" * loss_scale.can_decrease
+    cause = f"The backward pass overflows{consequence}"
+    return [_suggest_rescale(cause, log2_change, loss_scale)]
+  if log2_change > 0:
+    name = [*report.inaccurate_arrays, ""][0]
+    error = report.array_errors.get(name, report.error)
+    cause = (
+      f"{name or 'The ' + report.target.removesuffix('s')} underflows in the"
+      f" backward pass: relative error {error:.2g}"
+    )
+    return [_suggest_rescale(cause, log2_change, loss_scale)]
+  if report.is_accurate:
+    return []
+  if report.outliers:
+    rows = map(report.get_row, report.outliers)
+    return [_suggest_float32(row, _describe_outlier(row)) for row in rows]
+  return [_explain_large_error(report)] if math.isfinite(report.error) else []
+
+
+def _describe_overflow(row: _reports.LayerPrecision) -> str:
+  return (
+    f"{row.name} overflows in the forward pass: max abs {row.amax:.2g},"
+    f" {row.dtype} ends at {float(jnp.finfo(row.dtype).max):.5g}."
+  )
+
+
+def _describe_outlier(row: _reports.LayerPrecision) -> str:
+  return (
+    f"{row.name} loses precision in {row.dtype}: relative error"
+    f" {row.isolated_error:.2g} from this layer alone."
+  )
+
+
+def _explain_large_error(report: PrecisionComparison) -> _reports.Problem:
+  """Return the problem of an error that no layer causes alone."""
+  details = f"relative error {report.error:.2g}"
+  for name in filter(None, report.inaccurate_arrays[:1]):
+    details += f", largest in {name}: {report.array_errors[name]:.2g}"
+  names = list(dict.fromkeys(row.name for row in report.layers))[:_MAX_LAYERS]
+  rows = list(map(report.get_row, names))
+  layers = ", ".join(f"{x.name} ({x.isolated_error:.2g})" for x in rows)
+  return _reports.Problem(
+    f"The {report.target} are inaccurate in {report.dtype}: {details}. No layer"
+    f" alone explains it; the largest errors of single layers: {layers}.",
+    f"Run some of the layers in float32: {_format_fix(rows)}",
+  )
+
+
+def _suggest_float32(
+  row: _reports.LayerPrecision, cause: str
+) -> _reports.Problem:
+  """Return a problem whose fix is to compute a layer in float32."""
+  names = (row.name,) if row.in_autocast else ()
+  return _reports.Problem(cause, _format_fix([row]), keep_float32=names)
+
+
+def _format_fix(rows: Sequence[_reports.LayerPrecision]) -> str:
+  """Return how to compute layers in float32."""
+  names = [row.name for row in rows if row.in_autocast]
+  lines = [row.name_with_line for row in rows if not row.in_autocast]
+  value = names[0] if len(names) == 1 else names
+  cast = f"ols.autocast(loss_fn, keep_float32={value!r})"
+  written = f"Compute in float32 in {', '.join(lines)}: x.astype(jnp.float32)."
+  return "; ".join([cast] * bool(names) + [written] * bool(lines))
+
+
+def _suggest_rescale(
+  cause: str, log2_change: int, loss_scale: LossScale
+) -> _reports.Problem:
+  """Return a problem whose fix is another loss scale."""
+  if loss_scale.value is None:
+    verb = "Raise" if log2_change > 0 else "Lower"
+    fix = f"{verb} the loss scale by 2**{abs(log2_change)}."
+    return _reports.Problem(f"{cause}.", fix)
+  new_scale = loss_scale.value * 2.0**log2_change
+  cause = f"{cause} (loss scale {loss_scale.value:g})."
+  if loss_scale.lowest is not None and new_scale < loss_scale.lowest:
+    fix = (
+      f"The loss scale must decrease to {new_scale:g}, but min_scale of its"
+      f" policy stops it at {loss_scale.lowest:g}, and every step is skipped."
+      " Lower min_scale, as in"
+      f" ols.DynamicLossScale(min_scale={new_scale:g}), or make the loss"
+      " smaller."
+    )
+    return _reports.Problem(cause, fix)
+  fix = f"opt_state = ols.set_loss_scale(opt_state, {new_scale:g})"
+  if log2_change < 0 and loss_scale.can_decrease:
+    fix += "; a dynamic loss scale also decreases on its own"
+  return _reports.Problem(cause, fix, loss_scale=new_scale)
 
 
 def _as_cells(row: _reports.LayerPrecision) -> dict[str, str]:
-  cells = {
-    "error alone": (row.isolated_error, ".1e"),
-    "amax": (row.amax, ".3g"),
-    "log2 headroom": (row.log2_headroom, ".1f"),
-    "underflow": (row.underflow_fraction, ".1%"),
-    "subnormal": (row.subnormal_fraction, ".1%"),
-    "count": (row.run_count, "d"),
-  }
   return _reports.format_location_cells(row) | {
-    name: "" if value is None else format(value, spec)
-    for name, (value, spec) in cells.items()
+    "error alone": f"{row.isolated_error:.1e}",
+    "amax": f"{row.amax:.3g}",
+    "log2 headroom": f"{row.log2_headroom:.1f}",
+    "underflow": f"{row.underflow_fraction:.1%}",
+    "subnormal": f"{row.subnormal_fraction:.1%}",
+    "count": str(row.run_count),
   }

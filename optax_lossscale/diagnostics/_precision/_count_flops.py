@@ -119,9 +119,8 @@ class FlopCount(_reports.PrintedReport):
     if unconverted:
       title = f"Matmuls and convolutions not in {self.dtype}:"
       parts += [title, _reports.format_table(unconverted, 3)]
-    num_hidden = len(self.unconverted) - _MAX_ROWS
-    if num_hidden > 0:
-      parts.append(f"(+{num_hidden} more rows: report.unconverted)")
+    more = "more rows: report.unconverted"
+    parts += _reports.format_rest(self.unconverted, _MAX_ROWS, more)
     return "\n".join(parts)
 
   def _format_conclusion(self) -> list[str]:
