@@ -175,6 +175,9 @@ def test_slopes_that_underflow_are_brought_back_as_the_comment_says(wgan):
     ("digits", "--steps=1", "--steps must be at least 2, got 1"),
     ("digits", "--seed=-1", "--seed must be at least 0, got -1"),
     ("digits", "--out=missing/x.png", "must be in a folder that exists"),
+    ("master_weights", "--steps=0", "--steps must be at least 1, got 0"),
+    ("master_weights", "--seed=-1", "--seed must be at least 0, got -1"),
+    ("master_weights", "--out=x/x.png", "must be in a folder that exists"),
     ("rl_float16", "--steps=0", "--steps must be at least 1, got 0"),
     ("rl_float16", "--seeds=0", "--seeds must be at least 1, got 0"),
     ("rl_float16", "--devices=3", "must be 1, 2, 4 or 8, got 3"),
@@ -268,6 +271,28 @@ def test_the_scale_brings_back_the_gradients_that_float16_flushed(
   flushed, cosine = compare("float16, dynamic scale")
   assert flushed < 0.001 and cosine > 0.999
   assert compare("float32") == pytest.approx((0, 1))
+
+
+@pytest.mark.slow
+def test_the_master_weights_script_shows_a_table_and_a_picture(tmp_path):
+  options = "--steps=2", "--out=curves.png"
+  lines, progress = run("master_weights", *options, folder=tmp_path)
+  assert "8/8" in progress  # 2 steps for 4 runs
+  names = [line[:35].strip() for line in lines[1:5]]
+  assert names == list(load_example("master_weights").RUNS)
+  assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
+
+
+@pytest.mark.nightly
+def test_with_master_weights_half_precision_parameters_learn_like_float32():
+  example = load_example("master_weights")
+  data = example.load_data()
+  losses = {
+    name: example.train(data, *run)[-1] for name, run in example.RUNS.items()
+  }
+  expected = losses.pop("float32")
+  assert losses.pop("bfloat16") > 10 * expected
+  assert list(losses.values()) == pytest.approx([expected] * 2, rel=0.01)
 
 
 STEPS = 60
