@@ -72,19 +72,25 @@ def rows_of_dtypes():
     names, *expected = [
       cell.strip(" ").replace("`", "") for cell in row.split("|")
     ]
+    names, masters, _ = names.partition(" with master weights")
     for name in names.split(", "):
-      yield name, [x if x.isalnum() else name for x in expected]
+      row = [x if x.isalnum() else name for x in expected]
+      yield name, bool(masters), row
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [*rows_of_dtypes()])
-def test_a_step_has_the_dtypes_of_the_table(dtype, expected):
+@pytest.mark.parametrize(
+  ("dtype", "has_masters", "expected"), [*rows_of_dtypes()]
+)
+def test_a_step_has_the_dtypes_of_the_table(dtype, has_masters, expected):
   with jax.enable_x64(dtype == "float64"):
-    assert dtypes_of_step(dtype) == expected
+    assert dtypes_of_step(dtype, has_masters) == expected
 
 
-def dtypes_of_step(dtype):
+def dtypes_of_step(dtype, has_masters):
   """Return the dtypes of gradients, optimizer state and updates."""
   tx = ols.with_loss_scaling(optax.adam(1e-3))
+  if has_masters:
+    tx = ols.with_master_weights(tx)
 
   def loss_fn(params):
     wide = params.astype("float32" if "float8" in dtype else dtype)
