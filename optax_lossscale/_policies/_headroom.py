@@ -214,15 +214,11 @@ class HeadroomLossScale:
     # `amax` are traced. Whether the current scale was a proposal of the search
     # is a function of the old state, so it is recomputed instead of stored.
     was_proposal, _ = self._propose_log2_scale(state.policy_state)
-    state_after_zeros, state_after_overflow = (
-      self._update_after_zeros(state),
-      self._update_after_overflow(state),
-    )
     state_after_overflow = _arrays.select(
-      was_proposal, state.policy_state, state_after_overflow
+      was_proposal, state.policy_state, self._update_after_overflow(state)
     )
     state_without_grads = _arrays.select(
-      finite, state_after_zeros, state_after_overflow
+      finite, self._update_after_zeros(state), state_after_overflow
     )._replace(
       steps_without_grads=optax.safe_increment(
         state.policy_state.steps_without_grads
@@ -237,12 +233,10 @@ class HeadroomLossScale:
       is_proposal, proposal, self._compute_tracked_log2_scale(policy_state)
     )
     scale = _log2_scales.exp2(log2_scale)
-    scale_changed = scale != state.loss_scale
+    is_unchanged = scale == state.loss_scale
     return counted_state._replace(
       loss_scale=scale,
-      finite_count=jnp.where(
-        scale_changed, jnp.int32(0), counted_state.finite_count
-      ),
+      finite_count=jnp.where(is_unchanged, counted_state.finite_count, 0),
       policy_state=policy_state,
     )
 
@@ -390,14 +384,10 @@ class HeadroomLossScale:
       policy_state.amax_history
     )
     init_log2_scale = _log2_scales.floor_log2(self.init_scale)
-    search_target_log2_scale = jnp.where(
-      has_history, target_log2_scale, init_log2_scale
-    )
-    search_step = policy_state.steps_without_grads - policy_state.search_delay
     return _search.propose_log2_scale(
-      search_step,
+      policy_state.steps_without_grads - policy_state.search_delay,
       policy_state.steps_since_overflow,
-      search_target_log2_scale,
+      jnp.where(has_history, target_log2_scale, init_log2_scale),
       self._log2_scale_bounds(),
     )
 
