@@ -28,7 +28,6 @@ from optax_lossscale.diagnostics import (
 
 _NEVER = np.iinfo(np.int32).max
 # The kinds of tags whose values can be changed.
-_REPLACEABLE_KINDS = {"unscaled", "masked_updates"}
 
 
 class RunRecord(NamedTuple):
@@ -88,10 +87,13 @@ class InstrumentedProgram:
       if output_indices is None
       else output_indices
     )
+    tags = tags or {}
+    has_unscaled = any(group.kind == "unscaled" for group in tags.values())
+    grad_kind = "unscaled" if has_unscaled else "grads"
     self.replaceable = {
       key: group
-      for key, group in (tags or {}).items()
-      if group.kind in _REPLACEABLE_KINDS
+      for key, group in tags.items()
+      if group.kind in (grad_kind, "masked_updates")
     }
     self._groups = list(dict.fromkeys(self.replaceable.values()))
     self._run = jax.jit(self._eval_program, compiler_options=compiler_options)
@@ -110,7 +112,8 @@ class InstrumentedProgram:
       inputs: its inputs.
       healed: the positions of the equations to heal.
       replaced: for some groups of tags, the number that replaces updates, or by
-        which unscaled gradients are multiplied.
+        which unscaled gradients are multiplied. If there are none, those that
+        `update` receives can be multiplied.
       has_prints: whether this run prints and logs what the program does.
 
     Returns:
@@ -236,8 +239,10 @@ class _Instrumenter(_report_program.ReportEvaluator):
     if key in self._replaceable:
       group = self._replaceable[key]
       x = self.shared.substitutes[group]
-      is_grad = group.kind == "unscaled"
-      new = lambda y: y * x.astype(y.dtype) if is_grad else jnp.full_like(y, x)
+      is_update = group.kind == "masked_updates"
+      new = lambda y: (
+        jnp.full_like(y, x) if is_update else y * x.astype(y.dtype)
+      )
       outs = [jnp.where(jnp.isnan(x), y, new(y)) for y in outs]
     if key in self._measured:
       inputs = list(map(_as_array, inputs, eqn.invars))

@@ -88,9 +88,9 @@ def _counts_skips(runs: _step_runs.StepRuns) -> bool:
 
   Values are not followed through a Ref, but they are in it.
   """
-  if runs.overflow_outs is None:
+  if runs.skipped_outs is None:
     return False
-  before, after = map(runs.traced.read_states, (runs.outs, runs.overflow_outs))
+  before, after = map(runs.traced.read_states, (runs.outs, runs.skipped_outs))
   counts = [
     (x.skip_count, y.skip_count) for x, y in zip(before, after, strict=True)
   ]

@@ -58,6 +58,44 @@ class StepRuns:
     """The outputs with loss scales of inf; None if the step raises an error."""
     return self.run_with_overflow(self.traced.scale_indices)
 
+  @functools.cached_property
+  def skipped_outs(self) -> Sequence[Any] | None:
+    """The outputs if each `update` skips; None if the step raises an error."""
+    if self.overflow_outs is None or not self._unscaled_grads:
+      return self.overflow_outs
+    return self.run_skipped({})
+
+  def run_skipped(self, replaced: Replacements) -> Sequence[Any] | None:
+    """Run the step with gradients that each `update` skips.
+
+    The loss scales are inf. Gradients that no loss scale multiplies, such as
+    those of ``jax.grad``, are multiplied by inf where `update` receives them.
+
+    Args:
+      replaced: the numbers that replace other tagged values.
+    """
+    factors = dict.fromkeys(self._unscaled_grads, math.inf)
+    return self.run_with_overflow(
+      self.traced.scale_indices, {**factors, **replaced}
+    )
+
+  @functools.cached_property
+  def _unscaled_grads(self) -> list[_outputs.TagGroup]:
+    """The gradients of updates that are applied if the loss scales are inf.
+
+    They may hide an overflow if the step divides gradients by a loss scale.
+    """
+    if self.overflow_outs is None or any(
+      tag.kind == "unscaled" for tag in self.traced.tags.values()
+    ):
+      return []
+    after = self.traced.read_updates(self.overflow_outs)
+    return [
+      _outputs.TagGroup("grads", i)
+      for i, update in self.updates.items()
+      if update.has_run and after[i].has_run and not after[i].has_skipped
+    ]
+
   def run_with_overflow(
     self, indices: Sequence[int], replaced: Replacements | None = None
   ) -> Sequence[Any] | None:

@@ -167,10 +167,10 @@ def _check_returned_values(
   if not traced.scale_indices:
     reason = "its loss scale is not among its arguments"
     return _ReturnedValues([], [f"{subject}, since {reason}"], passed)
-  if runs.overflow_outs is None:
+  if runs.skipped_outs is None:
     reason = "it raises an error then"
     return _ReturnedValues([], [f"{subject}, since {reason}"], passed)
-  return _check_runs(runs, runs.overflow_outs, outs_of_args, passed)
+  return _check_runs(runs, runs.skipped_outs, outs_of_args, passed)
 
 
 def _check_runs(

@@ -59,14 +59,55 @@ _make_half_step = functools.partial(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+  "options",
+  [{}, {"differentiate": train_steps.compute_unscaled_grads, "policy": 1.0}],
+  ids=["scaled", "jax.grad"],
+)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_master_weights_are_the_fix_of_lost_updates(dtype):
-  params = optax.tree.cast(train_steps.PARAMS, dtype)
-  step, args = _make_half_step(params=params, wrap_tx=lambda tx: tx)
+def test_master_weights_are_the_fix_of_lost_updates(dtype, options):
+  make = functools.partial(
+    _make_half_step,
+    params=optax.tree.cast(train_steps.PARAMS, dtype),
+    **options,
+  )
+  step, args = make(wrap_tx=lambda tx: tx)
   (problem,) = check_step(step, *args).problems
   assert problem.fix.startswith("Keep float32 master weights: tx = ols.with_m")
-  step, args = _make_half_step(params=params)
+  step, args = make()
   assert check_step(step, *args).is_sound
+
+
+def _return_old_params(old, new, finite):
+  """Return the old parameters of an applied step, the new ones of a skip."""
+  del finite  # The gradients in front of update are finite.
+  applied = ols.get_loss_scale_state(new[1]).last_finite
+  return train_steps.where(applied, old[0], new[0]), new[1]
+
+
+def _put_state_back(old, new, finite):
+  del finite
+  applied = ols.get_loss_scale_state(new[1]).last_finite
+  return new[0], train_steps.where(applied, new[1], old[1])
+
+
+_KEEPS_OLD = {
+  "returns the old parameters": _return_old_params,
+  "does not return the opt_state that update returns": _put_state_back,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cause", _KEEPS_OLD)
+def test_unscaled_gradients_are_checked_after_an_overflow(cause):
+  step, args = train_steps.make_step(
+    train_steps.compute_unscaled_grads,
+    _KEEPS_OLD[cause],
+    loss_fn=train_steps.half_loss_fn,
+    policy=1.0,
+  )
+  (problem,) = check_step(step, *args).problems
+  assert cause in problem.cause
 
 
 @pytest.mark.slow
