@@ -46,7 +46,7 @@ def test_a_scan_inside_shard_map_is_entered(axis_type, check_vma):
 
   hit = find_overflow(jax.jit(fun), *args)
   assert hit.eqn_path.endswith("shard_map/scan[2]/mul")
-  assert hit.inputs[0] == ((2, 4), np.float16, 3.0, True, None)
+  assert hit.inputs[0] == ((2, 4), np.float16, 3.0, True)
 
 
 @pytest.mark.slow

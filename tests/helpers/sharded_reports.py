@@ -174,7 +174,9 @@ FIRST_OVERFLOWS = "1. first overflows in the forward pass"
 CASES = {
   "sound": Case(CHECK, "jit", "No problems."),
   "overflow": Case(CHECK, "jit", FIRST_OVERFLOWS, OVERFLOWING),
-  "old state": Case(CHECK, "old state", "1. The step returns an old"),
+  "old state": Case(
+    CHECK, "old state", "1. The step does not return the opt_state"
+  ),
   "sound in shard_map": Case(CHECK, "shard_map", "No problems."),
   "overflow in shard_map": Case(
     CHECK, "shard_map", FIRST_OVERFLOWS, OVERFLOWING
