@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import scheduled_hlo
+from shared import master_weights
 from shared.models import RECOMPUTE
 from shared.steps import make_step
 from shared.tables import tabulate
@@ -86,6 +87,19 @@ def _measure_steps(device: str) -> Figures:
     data, params = workloads[name].data, workloads[name].params
     results[name][variant] = measure_per_parameter(
       device, step, carry, data, params
+    )
+  return results
+
+
+def measure_master_weights(device: str) -> Figures:
+  """Return the figures of AdamW by the dtype of the stored parameters."""
+  workload = master_weights.make_workload(1)
+  results = {}
+  for name, make in master_weights.VARIANTS.items():
+    step, carry = make(workload)
+    resident = master_weights.count_resident_bytes(carry, workload)
+    results[name] = {"resident": resident} | measure_per_parameter(
+      device, step, carry, workload.data, workload.params
     )
   return results
 
@@ -241,10 +255,25 @@ def _tabulate_gradients(figures: Figures, title: str) -> dict[str, str]:
   return {title: tabulate(GRADIENT_COLUMNS, rows)}
 
 
+MASTER_WEIGHTS_COLUMNS = {
+  "bytes per parameter": "{name}",
+  "moved": "{bytes:.2f}",
+  "resident": "{resident:.2f}",
+  "temporary": "{temporary:.2f}",
+  "kernels": "{kernels}",
+}
+
+
+def _tabulate_master_weights(figures: Figures) -> dict[str, str]:
+  rows = [{"name": name} | found for name, found in figures.items()]
+  return {"master weights": tabulate(MASTER_WEIGHTS_COLUMNS, rows)}
+
+
 ON_TPU = ("v5e", "v5p", "v6e")
 # The functions that measure a part on a device and format its tables.
 PARTS = {
   "steps": (_measure_steps, _tabulate_steps),
+  "master weights": (measure_master_weights, _tabulate_master_weights),
   "autocast": (
     _measure_autocast,
     functools.partial(_tabulate_gradients, title="autocast"),
@@ -256,6 +285,7 @@ PARTS = {
 }
 DEVICES = {
   "steps": ("v5e", "v6e", "t4", "v100", "h100"),
+  "master weights": ("v5e", "v6e", "t4", "v100", "h100"),
   "autocast": ("v5e", "t4", "v100", "h100"),
   "attention": ("h100",),
 }

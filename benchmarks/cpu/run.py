@@ -35,7 +35,7 @@ def main() -> None:
     print(name, flush=True)
     variants = _drop_slow_compiles(args.variants, name)
     results[name] = measure(workloads[name](), variants, args.rounds)
-  _write(args.output, _describe_environment(), results)
+  _write(args.output, describe_environment(), results)
 
 
 def _parse_args():
@@ -81,9 +81,9 @@ def measure(
   for i, (name, program) in enumerate(zip(names, programs, strict=True)):
     if "error" in program.row:
       raise RuntimeError(f"{name} failed: {program.row['error']}")
-    results[name] = _get_figures(program, n_params)
+    results[name] = get_figures(program, n_params)
     baseline = names.index(VARIANTS[name][1])
-    results[name] |= _compare_times(samples, i, baseline)
+    results[name] |= compare_times(samples, i, baseline)
   for name, figures in results.items():
     _compare_figures(figures, results[VARIANTS[name][1]])
   return results
@@ -97,7 +97,7 @@ def _make_program(name, workload):
   return JaxProgram({}, *make(workload), [data], bad_data, time.process_time)
 
 
-def _get_figures(program, n_params):
+def get_figures(program, n_params):
   """Return the figures that don't depend on the clock, or only once."""
   traced, compiled, *seconds = program.stages
   trace_seconds, lower_seconds, compile_seconds = seconds
@@ -114,7 +114,7 @@ def _get_figures(program, n_params):
   }
 
 
-def _compare_times(samples, program, baseline):
+def compare_times(samples, program, baseline):
   """Return the times, and ratios of two times of the same round."""
   own, base = samples[program, False], samples[baseline, False]
   wall, cpu = 0, 1
@@ -142,7 +142,7 @@ def compute_ratios(own, base, key):
   )
 
 
-def _describe_environment():
+def describe_environment():
   device = jax.devices()[0]
   return {
     "command": shlex.join(["python", *sys.argv]),

@@ -98,7 +98,10 @@ def measure_gradients(device):
 
 if __name__ == "__main__":
   (device,) = sys.argv[1:]
-  found = {"steps": measure_steps(device)}
+  found = {
+    "steps": measure_steps(device),
+    "master weights": compile_costs.measure_master_weights(device),
+  }
   if device == "v5e":
     found["collectives"] = measure_collectives()
   if device in ("t4", "v100"):

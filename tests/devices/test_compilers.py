@@ -65,6 +65,16 @@ def test_a_step_reads_the_gradients_at_most_one_more_time(device, step):
 
 
 @pytest.mark.parametrize("device", COMPILERS)
+def test_master_weights_move_and_keep_the_bytes_of_the_page(device):
+  found = load_figures(device)["master weights"]
+  moved = [figures["bytes"] for figures in found.values()]
+  # On TPU, a second kernel writes the parameters.
+  expected = [26, 28, 38 if device == "v5e" else 26]
+  assert moved == pytest.approx(expected, abs=0.01)
+  assert [figures["resident"] for figures in found.values()] == [12, 14, 12]
+
+
+@pytest.mark.parametrize("device", COMPILERS)
 def test_many_leaves_need_few_kernels(device):
   _, ours = load_figures(device)["steps"]["100 leaves"]
   assert ours["kernels"] <= KERNELS_OF_100_LEAVES[device]

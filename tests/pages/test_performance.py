@@ -16,7 +16,11 @@ RESULTS, BY_ARRAYS = (
 COMPILED = json.loads(
   (BENCHMARKS / "compilers" / "compile_costs.json").read_text()
 )
+WITH_MASTERS = json.loads(
+  (BENCHMARKS / "cpu" / "master_weights.json").read_text()
+)["results"]
 REPORT = vars(load_benchmark("cpu/report"))
+MASTER_WEIGHTS = load_benchmark("cpu/master_weights")
 BOUNDS = load_benchmark("compilers/bounds")
 
 
@@ -45,6 +49,28 @@ def whole_steps():
         cells.append(f"{1e3 * max(found['seconds'].values()):.0f}")
         cells.append(str(found["largest_batch"]))
       yield f"| {model}, {name} | {' | '.join(cells)} |"
+
+
+def bytes_with_master_weights():
+  """The rows of the table of master weights, from the compilers' figures."""
+  by_device = COMPILED["master weights"]
+  devices = "v5e", "v6e", "t4", "v100", "h100"
+  for name, figures in by_device["v5e"].items():
+    cells = [by_device[device][name]["bytes"] for device in devices]
+    cells.append(figures["resident"])
+    yield f"| {name} | {' | '.join(f'{x:.2f}' for x in cells)} |"
+
+
+def cost_of_master_weights():
+  """The rows of the guide's table of master weights."""
+  for name, on_v5e in COMPILED["master weights"]["v5e"].items():
+    on_gpu = COMPILED["master weights"]["h100"][name]
+    moved = f"{on_gpu['bytes']:.0f} | {on_v5e['bytes']:.0f}"
+    times = [WITH_MASTERS[size][name]["time"][1] for size in WITH_MASTERS]
+    large, small = (f"{x:.1f}x" for x in times)
+    yield (
+      f"| {name} | {on_v5e['resident']:.0f} | {moved} | {small} to {large} |"
+    )
 
 
 def headlines():
@@ -85,10 +111,20 @@ FIGURES = [
     [
       REPORT["summary"](RESULTS),
       *(REPORT["folded"](name, RESULTS[name]) for name in RESULTS),
+      *map(MASTER_WEIGHTS.make_table, WITH_MASTERS.values()),
     ],
   ),
+  (BENCHMARKS / "compilers" / "README.md", [*bytes_with_master_weights()]),
   (BENCHMARKS / "README.md", [*headlines()]),
-  (GUIDE, [*bytes_of_steps(), *whole_steps(), *sentences()]),
+  (
+    GUIDE,
+    [
+      *bytes_of_steps(),
+      *cost_of_master_weights(),
+      *whole_steps(),
+      *sentences(),
+    ],
+  ),
   (ROOT / "README.md", [*share_of_t4()]),
 ]
 
