@@ -24,7 +24,9 @@ TIMEOUT = 300
 HEARTBEAT_TIMEOUT = 15
 
 
-@pytest.mark.parametrize("n_processes", [2, 4])
+@pytest.mark.parametrize(
+  "n_processes", [pytest.param(2, marks=pytest.mark.nightly), 4]
+)
 def test_all_processes_skip_a_step_that_overflows_on_one(tmp_path, n_processes):
   """Each overflow is in one example, which one process alone has."""
   config = {"mode": "train", "steps": STEPS}
@@ -58,6 +60,7 @@ def test_reports_are_the_same_on_all_processes(cases, tmp_path):
     assert sharded_reports.CASES[name].text in reports[name]
 
 
+@pytest.mark.nightly
 def test_a_killed_process_does_not_block_the_rest_and_a_restart_continues(
   tmp_path,
 ):
