@@ -243,7 +243,7 @@ COUNTED = "its body is counted once"
 @pytest.mark.parametrize(
   "kind, jaxpr, name, note",
   [
-    ("Odd", None, "Odd", "it is unknown, and counted as no FLOPs"),
+    ("Odd", None, "Odd", "its FLOPs are not counted"),
     ("Odd", lambda x: x @ x, "Odd", COUNTED),
     # Its jaxpr is that of another function, or of another type.
     ("RematTraced", lambda x, y: x @ y, "checkpoint", COUNTED),

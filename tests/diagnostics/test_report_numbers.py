@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import types
 
 from helpers.comparisons import make_comparison, make_layer
 import jax
@@ -14,11 +13,16 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
-from optax_lossscale.diagnostics import _step_runs
+from optax_lossscale.diagnostics import (
+  _scaling_mistakes,
+  _step_runs,
+  _tracing,
+)
 from optax_lossscale.diagnostics._overflow import _description
 from optax_lossscale.diagnostics._precision import (
   _compare_precision,
-  _outliers,
+  _limits,
+  _reference_program,
 )
 
 EPS = 2.0**-10
@@ -35,10 +39,10 @@ def make_errors(index, error):
 @pytest.mark.parametrize(
   "is_large, index, limit",
   [
-    (_outliers.find_large_errors, TOTAL, 32),
-    (_outliers.find_large_errors, ARRAY, 64),
-    (_outliers.exceeds_limits, TOTAL, 16),
-    (_outliers.exceeds_limits, ARRAY, 64),
+    (_limits.find_large_errors, TOTAL, 32),
+    (_limits.find_large_errors, ARRAY, 64),
+    (_limits.exceeds_limits, TOTAL, 16),
+    (_limits.exceeds_limits, ARRAY, 64),
   ],
 )
 def test_an_error_is_large_above_its_limit(is_large, index, limit):
@@ -54,7 +58,7 @@ def test_a_layer_is_an_outlier_above_the_limit_of_its_effect(index, limit):
     (np.nextafter(limit * EPS, 1), ("bad",)),
   ):
     effects = np.stack([np.zeros(2), make_errors(index, error)])
-    assert _outliers.find_outliers(["good", "bad"], effects, EPS) == outliers
+    assert _limits.find_outliers(["good", "bad"], effects, EPS) == outliers
 
 
 @pytest.mark.parametrize(
@@ -76,7 +80,7 @@ def test_a_layer_is_an_outlier_above_the_limit_of_its_effect(index, limit):
 def test_outliers_stand_out_by_a_factor_of_four(effects, outliers):
   names = "abcd"[: len(effects)]
   columns = np.repeat(np.reshape(effects, (-1, 1)), 2, axis=1)
-  assert _outliers.find_outliers(names, columns, EPS) == tuple(outliers)
+  assert _limits.find_outliers(names, columns, EPS) == tuple(outliers)
 
 
 def find_increase(excess_by_increase):
@@ -86,15 +90,12 @@ def find_increase(excess_by_increase):
   """
   increases = sorted(excess_by_increase)
 
-  def measure(log2_increase):
+  def measure_at(log2_increase):
     # An increase that isn't listed has the error of the last one before it.
     i = max(x for x in increases if x <= log2_increase)
     return make_errors(ARRAY, 64 * EPS * excess_by_increase[i])
 
-  runs = types.SimpleNamespace(
-    half_effects=measure(0), measure_effects_at=measure
-  )
-  return _compare_precision._find_log2_increase(runs, EPS)
+  return _limits.find_log2_increase(measure_at(0), measure_at, EPS)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_the_suggested_increase_of_the_scale_is_the_smallest_that_is_enough(
 @pytest.mark.parametrize(
   "headrooms, excess",
   [
-    ([3.0, None], 0),
+    ([3.0, 0.0], 0),
     ([], 0),
     ([0.0], 0),
     ([-0.1, 5.0], 1),
@@ -137,21 +138,65 @@ def test_the_suggested_increase_of_the_scale_is_the_smallest_that_is_enough(
 def test_the_suggested_decrease_of_the_scale_covers_the_worst_backward_pass(
   headrooms, excess
 ):
-  rows = [
-    types.SimpleNamespace(log2_headroom=x, backward=True) for x in headrooms
-  ]
-  rows.append(types.SimpleNamespace(log2_headroom=-9.0, backward=False))
-  assert _compare_precision._compute_log2_excess(rows) == excess
+  assert _limits.compute_log2_excess(headrooms) == excess
+
+
+AT_NOISE = 0.05
+# Operands change by this, so that an error above 0.05 is noise.
+PERTURBATION = _reference_program.PERTURBATION
+
+
+@pytest.mark.parametrize(
+  "error, perturbed_error, is_noise, is_expected",
+  [
+    # Rounding to half of the spacing may cause up to four times this error.
+    (0.5, 0.5 / (2 * EPS) * PERTURBATION, False, True),
+    (np.nextafter(0.5, 1), 0.5 / (2 * EPS) * PERTURBATION, False, False),
+    # A small error needs no excuse.
+    (np.nextafter(64 * EPS, 1), 0.04, False, True),
+    (64 * EPS, 0.04, False, False),
+    # Noise is not judged, however large the error is.
+    (9.0, AT_NOISE, False, True),
+    (9.0, np.nextafter(AT_NOISE, 1), True, False),
+    (1e9, 1.0, True, False),
+    (math.inf, 0.04, False, False),
+  ],
+)
+def test_an_error_is_expected_up_to_four_amplified_roundings(
+  error, perturbed_error, is_noise, is_expected
+):
+  amplification = perturbed_error / PERTURBATION
+  args = map(np.array, ([error], [perturbed_error], [amplification]))
+  noise, expected = _limits.find_expected_errors(*args, EPS)
+  assert (noise.tolist(), expected.tolist()) == ([is_noise], [is_expected])
+
+
+@pytest.mark.parametrize(
+  "error, array_error, eps, may_be",
+  [
+    (16 * EPS, 0.0, EPS, False),
+    (np.nextafter(16 * EPS, 1), 0.0, EPS, True),
+    (0.0, AT_NOISE, EPS, False),
+    (0.0, np.nextafter(AT_NOISE, 1), EPS, True),
+    # In float32, where it is noise.
+    (0.0, 0.06, 1.0, True),
+  ],
+)
+def test_it_is_asked_whether_a_large_error_is_expected(
+  error, array_error, eps, may_be
+):
+  errors = np.array([array_error])
+  assert _limits.may_be_expected(error, errors, eps) is may_be
 
 
 def report_layers(rows, effects, **fields):
   """Return a report with layers of these effects on all arrays."""
-  effects = {i: np.array([x, x]) for i, x in enumerate(effects)}
-  layers = types.SimpleNamespace(
-    effect_by_layer=effects, list_rows=lambda: list(rows)
+  return _compare_precision.report_layers(
+    make_comparison(error=max(effects, default=math.inf), **fields),
+    rows,
+    [np.array([x, x]) for x in effects],
+    EPS,
   )
-  report = make_comparison(error=max(effects[0]), **fields)
-  return _compare_precision._report_layers(report, layers, EPS)
 
 
 def test_layers_are_sorted_by_their_effect_and_their_numbers():
@@ -183,17 +228,19 @@ def test_a_layer_overflows_if_it_does_so_forward_with_a_large_effect():
 def test_a_lower_scale_is_suggested_if_only_the_backward_pass_overflows():
   rows = [
     make_layer("a", headroom=-3.0, index=0, backward=True),
-    make_layer("b", index=1),
+    make_layer("b", headroom=-9.0, index=1),
   ]
-  report = report_layers(rows, [math.inf, math.inf])
+  report = report_layers(rows, [math.inf, 0.0])
   assert report.suggested_log2_scale_change == -3
   assert report.overflowing == report.outliers == ()
   # A loss scale that was tried has the last word.
-  report = report_layers(
-    rows, [math.inf, math.inf], suggested_log2_scale_change=-1
-  )
+  report = report_layers(rows, [math.inf, 0.0], suggested_log2_scale_change=-1)
   assert report.suggested_log2_scale_change == -1
-  assert report_layers(rows, [1.0, 0.0]).outliers == ("a",)
+  assert report.overflowing == report.outliers == ()
+  report = report_layers(rows, [1.0, 0.0])
+  assert report.suggested_log2_scale_change == 0
+  assert report.outliers == ("a",)
+  assert report_layers([], []).suggested_log2_scale_change == 0
 
 
 BAD = make_comparison(
@@ -221,14 +268,9 @@ def test_an_error_that_any_rounding_causes_is_excused_without_an_outlier(
   fields, without_array, without_outliers, is_excused
 ):
   report = dataclasses.replace(BAD, **fields)
-  runs = types.SimpleNamespace(
-    names=["a", "b"],
-    amplified_mask=np.array([True, False]),
-    compute_effects_without=lambda mask: without_array,
+  result = _compare_precision.excuse_errors(
+    report, ("a",), without_array, lambda names: without_outliers, EPS
   )
-  layers = types.SimpleNamespace(measure_without=lambda names: without_outliers)
-  excuse = _compare_precision._excuse_amplified_errors
-  result = excuse(report, runs, layers, EPS)
   if not is_excused:
     assert result == report
     return
@@ -302,3 +344,73 @@ def test_an_overflow_that_is_clipped_before_update_is_an_infinite_error():
   largest = 2.0**20 * np.max(np.abs(X.T @ (2 * X @ w)))
   excess = math.ceil(np.log2(largest / 65504))
   assert report.suggested_log2_scale_change == -excess
+
+
+def trace_step():
+  """Return a traced step, and the index of its gradient."""
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+
+  def step(w, opt_state):
+    grads = ols.grad(lambda w: jnp.sum(w**2), opt_state)(w)
+    return tx.update(grads, opt_state, w)
+
+  w = np.ones(4, np.float32)
+  args = w, tx.init(w)
+  traced = _tracing.trace("test", step, args, {}, allow_abstract=True)
+  kinds = [output.kind for output in traced.outputs]
+  return traced, kinds.index("grads")
+
+
+@pytest.mark.parametrize(
+  "power, excess, is_exact, cause",
+  [
+    # The exact tolerance.
+    (0, 0.9e-3, True, ""),
+    (0, 1.1e-3, True, "depend on the loss scale"),
+    (0, 1.1e-3, False, ""),
+    # The tolerance of a power of two.
+    (1, 0.049, True, "were never unscaled"),
+    (1, 0.051, True, "depend on the loss scale"),
+    (1, 0.051, False, ""),
+    (-1, 0.049, True, "unscaled twice"),
+    (-1, 0.051, False, ""),
+  ],
+)
+def test_a_gradient_depends_on_the_scale_above_a_tolerance(
+  power, excess, is_exact, cause
+):
+  traced, grad_index = trace_step()
+  (scale_index,) = traced.scale_indices
+  scale = np.float32(traced.inputs[scale_index])
+  grads = np.arange(1, 5, dtype=np.float32)
+
+  def run_step(inputs):
+    ratio = float(inputs[scale_index] / scale)
+    factor = 1 if ratio == 1 else ratio**power * (1 + excess)
+    return {grad_index: np.float32(factor * grads)}
+
+  problems = _scaling_mistakes.check_scale_invariance(
+    traced, {grad_index: 1.0}, run_step, {grad_index: grads}, is_exact=is_exact
+  )
+  assert [cause in problem.cause for problem in problems] == [True] * bool(
+    cause
+  )
+
+
+@pytest.mark.parametrize("noise, is_judged", [(0.9e-3, True), (1.1e-3, False)])
+def test_a_gradient_that_differs_between_equal_runs_is_not_judged(
+  noise, is_judged
+):
+  traced, grad_index = trace_step()
+  (scale_index,) = traced.scale_indices
+  scale = np.float32(traced.inputs[scale_index])
+  grads = np.arange(1, 5, dtype=np.float32)
+
+  def run_step(inputs):
+    ratio = float(inputs[scale_index] / scale)
+    return {grad_index: np.float32(ratio * (1 + noise) * grads)}
+
+  problems = _scaling_mistakes.check_scale_invariance(
+    traced, {grad_index: 1.0}, run_step, {grad_index: grads}, is_exact=True
+  )
+  assert bool(problems) is is_judged

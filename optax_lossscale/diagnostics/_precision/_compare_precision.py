@@ -2,8 +2,8 @@
 
 1. Trace the function, and run it as trained.
 2. Run it with float32 in place of all half precision (the reference), and with
-   perturbed operands. An error that any rounding causes is expected (``_runs``,
-   ``_reference_program``).
+   perturbed operands. An error that any rounding causes is expected
+   (``_reference_runs``).
 3. If an error is large, run the function as trained with other loss scales: an
    underflow ends with a higher one.
 4. Run it with one layer in half precision, for each layer. One program serves
@@ -11,7 +11,7 @@
 5. Report the error that each layer causes alone, and the outliers among them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import itertools
 import math
@@ -33,17 +33,11 @@ from optax_lossscale.diagnostics import (
 from optax_lossscale.diagnostics._precision import (
   _comparison,
   _errors,
+  _layer_effects,
   _layers,
-  _measured_layers,
-  _outliers,
-  _runs,
+  _limits,
+  _reference_runs,
 )
-
-# Powers of two by which the loss scale is raised to find an underflow.
-_LOG2_INCREASES = (4, 8, 12, 16, 20, 24)
-# An error that is smaller by this factor with another loss scale is an
-# underflow.
-_MIN_IMPROVEMENT = 2.0
 
 
 @_transfer_guard.allow_transfers
@@ -175,36 +169,29 @@ def compare_runs(
   """
   mask = select_outputs(step_runs.traced)
   traced = step_runs.traced.restrict_outputs(mask)
-  run_as_trained = lambda inputs: list(
-    itertools.compress(step_runs.run(inputs), mask)
-  )
-  half_outs = list(itertools.compress(step_runs.outs, mask))
   dtypes = _layers.find_half_dtypes(traced.closed_jaxpr)
   if not dtypes:
     return None
   # With two dtypes, thresholds are those of the one with fewer bits.
   eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
-  runs = _runs.ReferenceRuns(traced, eps, run_as_trained, half_outs, progress)
-  report = _build_report(traced, runs, dtypes, eps)
+  half_runs = _step_runs.StepRuns(
+    traced,
+    lambda inputs: list(itertools.compress(step_runs.run(inputs), mask)),
+    list(itertools.compress(step_runs.outs, mask)),
+  )
+  reference = _reference_runs.run_reference(half_runs, eps, progress)
+  report = _report_errors(reference, dtypes, eps)
   if report.reference_is_finite and not report.reference_is_zero:
-    report = _add_loss_scale(report, step_runs, runs, eps)
-    layers = None
-    if runs.layers and not measures_all:  # The outputs are not finite.
-      layers = _measured_layers.explain_overflow(runs)
-    elif measures_all or not (
-      report.is_accurate or report.suggested_log2_scale_change
-    ):
-      layers = _measured_layers.measure_all_layers(traced, runs, progress)
-    if layers:
-      report = _report_layers(report, layers, eps)
-    report = _excuse_amplified_errors(report, runs, layers, eps)
+    report = _explain_errors(
+      report, step_runs, reference, eps, progress, measures_all=measures_all
+    )
   indices = list(itertools.compress(range(len(mask)), mask))
   index = lambda outs: dict(zip(indices, outs, strict=True))
   return ComparisonResult(
     report,
-    index(runs.outs),
-    lambda inputs: index(runs.run(inputs)),
-    is_exact=not runs.limitations,
+    index(reference.outs),
+    lambda inputs: index(reference.run(inputs)),
+    is_exact=not reference.limitations,
   )
 
 
@@ -219,148 +206,168 @@ def select_outputs(traced: _tracing.TracedFunction) -> list[bool]:
   ]
 
 
-def _build_report(
-  traced: _tracing.TracedFunction,
-  runs: _runs.ReferenceRuns,
-  dtypes: set[Any],
-  eps: float,
+def _report_errors(
+  reference: _reference_runs.ReferenceRun, dtypes: set[Any], eps: float
 ) -> _comparison.PrecisionComparison:
   """Return a report of the errors, without layers."""
-  names = runs.names
-  effects = runs.half_effects
+  traced, errors = reference.half_runs.traced, reference.errors
+  names, effects = reference.comparison.names, reference.compute_effects()
   limitations = [
     f"Not analyzed: {x}."
     for x in _tracing.describe_unreached(traced.unreached_locations)
   ]
-  is_large = _outliers.find_large_errors(effects, eps)
-  array_errors = runs.half_errors.array_errors
-  order = np.argsort(-array_errors, kind="stable")
+  is_large = _limits.find_large_errors(effects, eps)
+  order = np.argsort(-errors.array_errors, kind="stable")
   return _comparison.PrecisionComparison(
     dtype=" and ".join(sorted(map(str, dtypes))),
     target="gradients" if traced.grad_outputs else "results",
-    reference_is_zero=runs.half_errors.is_zero,
+    reference_is_zero=errors.is_zero,
     error=float(effects[0]),
-    reference_is_finite=runs.half_errors.is_finite,
+    reference_is_finite=errors.is_finite,
     outliers=(),
-    array_errors=dict(zip(names, array_errors.tolist(), strict=True)),
+    array_errors=dict(zip(names, errors.array_errors.tolist(), strict=True)),
     layers=(),
-    limitations=tuple(dict.fromkeys([*limitations, *runs.limitations])),
-    ill_conditioned_arrays=tuple(itertools.compress(names, runs.noise_mask)),
+    limitations=tuple(dict.fromkeys([*limitations, *reference.limitations])),
+    ill_conditioned_arrays=tuple(
+      itertools.compress(names, reference.noise_mask)
+    ),
     inaccurate_arrays=tuple(names[i] for i in order if is_large[1 + i]),
-    underflow_fraction=runs.underflow_fraction,
+    underflow_fraction=errors.underflow_fraction,
     is_accurate=not is_large.any(),
   )
 
 
-def _add_loss_scale(
+def _explain_errors(
   report: _comparison.PrecisionComparison,
   step_runs: _step_runs.StepRuns,
-  runs: _runs.ReferenceRuns,
+  reference: _reference_runs.ReferenceRun,
   eps: float,
+  progress: _progress.ProgressLine,
+  *,
+  measures_all: bool,
 ) -> _comparison.PrecisionComparison:
-  """Add a better loss scale to a report, if an error is large."""
-  if report.is_accurate or not step_runs.traced.scale_indices:
-    return report
-  if not np.isfinite(runs.half_effects).all():
-    measure_at = lambda x: bool(np.isfinite(runs.measure_effects_at(-x)).all())
-    is_finite = lambda x: step_runs.has_finite_grads_at(x) and measure_at(x)
-    log2_change = -(_step_runs.find_log2_decrease(is_finite) or 0)
-  else:
-    log2_change = _find_log2_increase(runs, eps)
-  return dataclasses.replace(report, suggested_log2_scale_change=log2_change)
+  """Add what causes the errors to a report: the loss scale, and layers."""
+  if not report.is_accurate and reference.half_runs.traced.scale_indices:
+    log2_change = _find_scale_change(step_runs, reference, eps)
+    report = dataclasses.replace(
+      report, suggested_log2_scale_change=log2_change
+    )
+  layers = None
+  if reference.layers and not measures_all:  # The outputs are not finite.
+    layers = _layer_effects.explain_overflow(reference)
+  elif measures_all or not (
+    report.is_accurate or report.suggested_log2_scale_change
+  ):
+    layers = _layer_effects.measure_all_layers(
+      reference.half_runs.traced, reference.noise_mask, progress
+    )
+  if layers is not None:
+    report = report_layers(
+      report, layers.list_rows(), list(layers.effect_by_layer.values()), eps
+    )
+  amplified_mask = reference.amplified_mask
+  return excuse_errors(
+    report,
+    tuple(itertools.compress(reference.comparison.names, amplified_mask)),
+    reference.compute_effects(amplified_mask),
+    layers.measure_without if layers and layers.measure else None,
+    eps,
+  )
 
 
-def _find_log2_increase(runs: _runs.ReferenceRuns, eps: float) -> int:
-  """Return log2 of a factor on the loss scale that makes errors smaller, or 0.
-
-  Each error is compared with its limit, since some may be due to a layer.
-  """
-  limits = _outliers.make_limits(len(runs.half_effects), eps)
-  get_excess = lambda effects: float(np.max(effects / limits))
-  excess_by_increase = {0: get_excess(runs.half_effects)}
-  for log2_increase in _LOG2_INCREASES:
-    effects = runs.measure_effects_at(log2_increase)
-    if not np.isfinite(effects).all():
-      break
-    excess_by_increase[log2_increase] = get_excess(effects)
-  best = max(min(excess_by_increase.values()), 1.0)
-  if excess_by_increase[0] < _MIN_IMPROVEMENT * best:
-    return 0
-  return next(k for k, x in excess_by_increase.items() if x <= 1.1 * best)
+def _find_scale_change(
+  step_runs: _step_runs.StepRuns,
+  reference: _reference_runs.ReferenceRun,
+  eps: float,
+) -> int:
+  """Return log2 of a factor on the loss scale that helps; 0 if none does."""
+  effects = reference.compute_effects()
+  measure_at = reference.measure_effects_at
+  if np.isfinite(effects).all():
+    return _limits.find_log2_increase(effects, measure_at, eps)
+  is_finite = lambda x: (
+    step_runs.has_finite_grads_at(x) and bool(np.isfinite(measure_at(-x)).all())
+  )
+  return -(_step_runs.find_log2_decrease(is_finite) or 0)
 
 
-def _report_layers(
+def report_layers(
   report: _comparison.PrecisionComparison,
-  layers: _measured_layers.MeasuredLayers,
+  rows: Sequence[_reports.LayerPrecision],
+  effects: Sequence[np.ndarray],
   eps: float,
 ) -> _comparison.PrecisionComparison:
-  """Add the layers that were measured to a report, and the outliers."""
-  rows = layers.list_rows()
+  """Add measured layers to a report, and which of them cause an error.
+
+  Args:
+    report: the report.
+    rows: the rows of the layers.
+    effects: the effect of each; float64[1 + arrays].
+    eps: the spacing of numbers at 1 in half precision.
+  """
   # If errors are equal, such as inf, the layer with the largest numbers is
   # first.
-  effect_by_row = lambda row: layers.effect_by_layer[row.program_index]
-  rows.sort(key=lambda row: (-effect_by_row(row)[0], -(row.amax or 0.0)))
-  is_cause = lambda row: bool(
-    _outliers.exceeds_limits(effect_by_row(row), eps).any()
+  pairs = sorted(
+    zip(rows, effects, strict=True),
+    key=lambda pair: (-pair[1][0], -(pair[0].amax or 0.0)),
   )
   overflowing = [
-    row for row in rows if row.overflows and row.name and not row.backward
+    row
+    for row, effect in pairs
+    if row.overflows
+    and row.name
+    and not row.backward
+    and _limits.exceeds_limits(effect, eps).any()
   ]
-  overflowing = sorted(
-    filter(is_cause, overflowing), key=lambda row: row.log2_headroom or 0.0
-  )
-  outliers: tuple[str, ...] = ()
+  overflowing.sort(key=lambda row: row.log2_headroom or 0.0)
   log2_change = report.suggested_log2_scale_change
   if not log2_change and not overflowing and not math.isfinite(report.error):
-    log2_change = -_compute_log2_excess(rows)
+    headrooms = [row.log2_headroom or 0.0 for row in rows if row.backward]
+    log2_change = -_limits.compute_log2_excess(headrooms)
+  outliers: tuple[str, ...] = ()
   # If the backward pass overflows, the errors of all layers are infinite.
-  if rows and log2_change >= 0:
-    effects = np.array(list(map(effect_by_row, rows)))
-    outliers = _outliers.find_outliers([x.name for x in rows], effects, eps)
+  if pairs and log2_change >= 0:
+    names, columns = zip(*((x.name, y) for x, y in pairs), strict=True)
+    outliers = _limits.find_outliers(names, np.array(columns), eps)
   return dataclasses.replace(
     report,
-    layers=tuple(rows),
+    layers=tuple(row for row, _ in pairs),
     outliers=outliers,
     overflowing=tuple(dict.fromkeys(row.name for row in overflowing)),
     suggested_log2_scale_change=log2_change,
   )
 
 
-def _compute_log2_excess(rows: list[_reports.LayerPrecision]) -> int:
-  """Return log2 of the factor by which the backward pass overflows, or 0.
-
-  It suggests a loss scale where none is an argument, so that none was tried.
-  """
-  headrooms = [row.log2_headroom or 0.0 for row in rows if row.backward]
-  excess = -min(headrooms, default=0.0)
-  return math.ceil(excess) if 0 < excess < math.inf else 0
-
-
-def _excuse_amplified_errors(
+def excuse_errors(
   report: _comparison.PrecisionComparison,
-  runs: _runs.ReferenceRuns,
-  layers: _measured_layers.MeasuredLayers | None,
+  names: Sequence[str],
+  effects: np.ndarray,
+  measure_without: Callable[[Sequence[str]], np.ndarray] | None,
   eps: float,
 ) -> _comparison.PrecisionComparison:
-  """Leave out arrays whose large errors any rounding causes, but no layer."""
-  names = set(itertools.compress(runs.names, runs.amplified_mask))
+  """Leave out arrays whose large errors any rounding causes, but no layer.
+
+  Args:
+    report: the report.
+    names: the names of the arrays.
+    effects: the errors as trained without these arrays.
+    measure_without: returns the errors without some layers; None if no layer
+      was measured.
+    eps: the spacing of numbers at 1 in half precision.
+  """
   if not names or report.suggested_log2_scale_change or report.overflowing:
     return report
-  effects = runs.compute_effects_without(runs.amplified_mask)
-  is_accurate = not _outliers.find_large_errors(effects, eps).any()
-  if report.outliers:
+  is_accurate = not _limits.find_large_errors(effects, eps).any()
+  if report.outliers and measure_without is not None:
     # Outliers are to blame if the errors are small without them.
-    assert layers is not None
-    remaining = layers.measure_without(report.outliers)
-    is_fixed = not _outliers.find_large_errors(remaining, eps).any()
+    remaining = measure_without(report.outliers)
+    is_fixed = not _limits.find_large_errors(remaining, eps).any()
     if is_fixed or not is_accurate:
       return report
   return dataclasses.replace(
     report,
     outliers=(),
-    ill_conditioned_arrays=tuple(
-      x for x in runs.names if x in names.union(report.ill_conditioned_arrays)
-    ),
+    ill_conditioned_arrays=(*report.ill_conditioned_arrays, *names),
     error=float(effects[0]),
     inaccurate_arrays=tuple(
       x for x in report.inaccurate_arrays if x not in names

@@ -335,9 +335,8 @@ def _find_limitation(visit: _walk.EqnVisit) -> str:
     return ""
   if _non_reducer_subjaxprs(visit.eqn):
     return "its body is counted once"
-  if _eqns.get_hi_primitive(visit.eqn) is not None:
-    return "it is unknown, and counted as no FLOPs"
+  has_flops = _primitives.is_matmul(visit.eqn) or _eqns.get_hi_primitive(
+    visit.eqn
+  )
   is_counted = _primitives.count_eqn_flops(visit.eqn) is not None
-  if is_counted or not _primitives.is_matmul(visit.eqn):
-    return ""
-  return "its FLOPs are not counted"
+  return "its FLOPs are not counted" * (bool(has_flops) and not is_counted)

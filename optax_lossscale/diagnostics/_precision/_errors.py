@@ -23,9 +23,9 @@ class RunErrors(NamedTuple):
     is_finite: whether the outputs in float32 can be compared: no array has a
       NaN, or nothing but infs.
     is_zero: whether all outputs are zero in float32.
-    num_underflows: the number of entries that are zero, but not in float32.
+    underflow_fraction: the fraction of entries that are zero, but not in
+      float32.
     array_errors: the relative error of each array; float64[arrays].
-    finite_mask: whether each array has a finite difference; bool[arrays].
     squared_norms: for each array, the squared norms of the difference and of
       the reference; float64[arrays, 2].
   """
@@ -33,9 +33,8 @@ class RunErrors(NamedTuple):
   error: float
   is_finite: bool
   is_zero: bool
-  num_underflows: float
+  underflow_fraction: float
   array_errors: np.ndarray
-  finite_mask: np.ndarray
   squared_norms: np.ndarray
 
 
@@ -51,7 +50,6 @@ class OutputComparison:
 
   Attributes:
     names: the names of the arrays that are compared.
-    num_entries: the number of their entries.
   """
 
   def __init__(
@@ -77,7 +75,6 @@ class OutputComparison:
       keys[i][0] == "grads" or not has_grads for i in self._group_starts
     ]
     self._reference = [reference_outs[i] for i in self._indices]
-    self.num_entries = sum(x.size for x in self._reference)
 
   def compute_errors(self, outs: Sequence[Any]) -> RunErrors:
     """Compare the outputs of a run, and transfer only sums to the host."""
@@ -94,9 +91,9 @@ class OutputComparison:
       error=self._compute_total_error(squared_norms),
       is_finite=all(row.is_finite for row in rows),
       is_zero=not any(row.is_nonzero for row in rows),
-      num_underflows=float(sum(row.num_underflows for row in rows)),
+      underflow_fraction=sum(row.num_underflows for row in rows)
+      / max(sum(x.size for x in self._reference), 1),
       array_errors=np.array(list(map(_compute_relative_error, squared_norms))),
-      finite_mask=np.isfinite(squared_norms[:, 0]),
       squared_norms=squared_norms,
     )
 
@@ -116,10 +113,11 @@ class OutputComparison:
     Returns:
       The error of all arrays together, and then of each; float64[1 + arrays].
     """
-    is_noise = noise_mask & errors.finite_mask
+    is_finite = np.isfinite(errors.squared_norms[:, 0])
+    is_noise = noise_mask & is_finite
     squared_norms = np.where(is_noise[:, None], 0.0, errors.squared_norms)
     total_error = self._compute_total_error(squared_norms)
-    is_zero = errors.finite_mask & (errors.squared_norms[:, 1] == 0)
+    is_zero = is_finite & (errors.squared_norms[:, 1] == 0)
     array_errors = np.where(is_noise | is_zero, 0.0, errors.array_errors)
     return np.array([total_error, *array_errors])
 

@@ -1,0 +1,138 @@
+"""The run of a function in float32, with which half precision is compared."""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from optax_lossscale.diagnostics import _host_values, _progress, _step_runs
+from optax_lossscale.diagnostics._precision import (
+  _errors,
+  _layers,
+  _limits,
+  _reference_program,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReferenceRun:
+  """The run of a function in float32, and the errors as trained.
+
+  Attributes:
+    half_runs: runs of the function as trained.
+    outs: the outputs in float32.
+    run: a function from the inputs to the outputs in float32.
+    comparison: compares outputs with those in float32.
+    errors: the errors as trained.
+    noise_mask: whether each array is only rounding noise in float32, too;
+      bool[arrays].
+    amplified_mask: whether each array has a large error that any rounding may
+      cause, since the function amplifies roundings; bool[arrays].
+    layers: the layers if an output is not finite as trained, or else none.
+    stats: the statistics of their matmuls in float32, by index of the layer.
+    limitations: what does not run in float32, in sentences.
+  """
+
+  half_runs: _step_runs.StepRuns
+  outs: Sequence[Any]
+  run: Callable[[list[Any]], Sequence[Any]]
+  comparison: _errors.OutputComparison
+  errors: _errors.RunErrors
+  noise_mask: np.ndarray
+  amplified_mask: np.ndarray
+  layers: list[_layers.Layer]
+  stats: dict[int, _layers.LayerStats]
+  limitations: list[str]
+
+  def compute_effects(self, excluded_mask: Any = False) -> np.ndarray:
+    """Return the errors as trained that layers are to blame for.
+
+    Args:
+      excluded_mask: further arrays to leave out; bool[arrays].
+
+    Returns:
+      See :meth:`_errors.OutputComparison.compute_effects`.
+    """
+    return self._compute_effects(
+      self.errors, self.half_runs.outs, self.noise_mask | excluded_mask
+    )
+
+  def measure_effects_at(self, log2_factor: int) -> np.ndarray:
+    """Run the function as trained with another loss scale.
+
+    Args:
+      log2_factor: log2 of the factor on the loss scale.
+
+    Returns:
+      See :meth:`compute_effects`.
+    """
+    outs = self.half_runs.run_with_factor(2.0**log2_factor)
+    unscaled_outs = [
+      # With `grads_are_scaled`, an `update` receives gradients times the scale.
+      x * np.asarray(2.0**-log2_factor, x.dtype)
+      if output.tag_kind == "scaled_grads"
+      else x
+      for output, x in zip(self.half_runs.traced.outputs, outs, strict=True)
+    ]
+    errors = self.comparison.compute_errors(unscaled_outs)
+    return self._compute_effects(errors, outs, self.noise_mask)
+
+  def _compute_effects(
+    self, errors: _errors.RunErrors, outs: Sequence[Any], mask: np.ndarray
+  ) -> np.ndarray:
+    effects = self.comparison.compute_effects(errors, mask)
+    # A step may hide a gradient that is not finite, or not call `update`.
+    unscaled = self.half_runs.traced.select_kind(outs, "unscaled")
+    has_overflow = not _host_values.all_finite(unscaled)
+    return np.maximum(effects, math.inf) if has_overflow else effects
+
+
+def run_reference(
+  half_runs: _step_runs.StepRuns, eps: float, progress: _progress.ProgressLine
+) -> ReferenceRun:
+  """Run a function in float32; if an error is large, with perturbed operands.
+
+  Args:
+    half_runs: runs of the function as trained.
+    eps: the spacing of numbers at 1 in half precision.
+    progress: shows how far it is.
+  """
+  traced = half_runs.traced
+  layers: list[_layers.Layer] = []
+  # The magnitudes of the matmuls explain an overflow.
+  if not _host_values.all_finite(half_runs.outs):
+    layers = _layers.list_rounding_layers(traced.closed_jaxpr)
+  measured = [i for i, x in enumerate(layers) if x.has_matmul]
+  program = _reference_program.ReferenceProgram(
+    traced.closed_jaxpr, traced.inputs, layers, measured
+  )
+  progress.set_description("running the function in float32")
+  # Wait, so that the progress line shows what is being executed.
+  reference = jax.block_until_ready(program.run(traced.inputs))
+  comparison = _errors.OutputComparison(traced.outputs, reference.outs)
+  errors = comparison.compute_errors(half_runs.outs)
+  noise_mask = amplified_mask = np.zeros(len(comparison.names), bool)
+  if _limits.may_be_expected(errors.error, errors.array_errors, eps):
+    perturbed = program.run(traced.inputs, is_perturbed=True)
+    perturbed_errors = comparison.compute_errors(perturbed.outs).array_errors
+    noise_mask, amplified_mask = _limits.find_expected_errors(
+      errors.array_errors,
+      perturbed_errors,
+      perturbed_errors / _reference_program.PERTURBATION,
+      eps,
+    )
+  return ReferenceRun(
+    half_runs=half_runs,
+    outs=reference.outs,
+    run=lambda inputs: program.run(inputs).outs,
+    comparison=comparison,
+    errors=errors,
+    noise_mask=noise_mask,
+    amplified_mask=amplified_mask,
+    layers=layers,
+    stats=_host_values.to_host(reference.stats),
+    limitations=list(program.limitations),
+  )
