@@ -120,7 +120,9 @@ class DynamicLossScale:
   def init(self) -> LossScaleState:
     """Returns the state before the first step."""
     policy_state: Any = ()
-    if self._has_hysteresis():
+    # A traced hysteresis, as from optax.inject_hyperparams, may be any number.
+    is_traced = isinstance(self.hysteresis, jax.core.Tracer)
+    if is_traced or self.hysteresis > 1:
       policy_state = DynamicPolicyState(
         _arrays.copy_as(self.hysteresis, jnp.int32)
       )
@@ -136,20 +138,16 @@ class DynamicLossScale:
     """Returns the state with the scale of the next step.
 
     Raises:
-      ValueError: if the policy has hysteresis and the state belongs to another
-        policy, or to one without hysteresis.
+      ValueError: if the state belongs to another policy, or has no hysteresis
+        and the policy has.
     """
     del grads_amax
     counted_state = _state.record_step(state, grads_finite)
     # Not `==`, since the count of a restored state may exceed the interval.
     grow = counted_state.finite_count >= _to_int32(self.growth_interval)
     backoff = ~counted_state.last_finite
-    # Without hysteresis the policy state is unused. It is kept unchanged, so a
-    # state of another policy keeps its structure.
     policy_state = state.policy_state
-    if self._has_hysteresis() and not self._has_no_hysteresis_state(
-      policy_state
-    ):
+    if self._requires_hysteresis() or jax.tree.leaves(policy_state):
       (remaining,) = _state.get_policy_state(self, state, DynamicPolicyState)
       is_tolerated, remaining = self._apply_hysteresis(remaining, backoff, grow)
       backoff, policy_state = (
@@ -169,13 +167,10 @@ class DynamicLossScale:
       policy_state=policy_state,
     )
 
-  def _has_hysteresis(self) -> bool:
-    # A traced hysteresis, as from optax.inject_hyperparams, may be any number.
-    return isinstance(self.hysteresis, jax.core.Tracer) or self.hysteresis > 1
-
-  def _has_no_hysteresis_state(self, policy_state: Any) -> bool:
-    """Return whether hysteresis was 1 in `init` and is traced only now."""
-    return isinstance(self.hysteresis, jax.core.Tracer) and policy_state == ()
+  def _requires_hysteresis(self) -> bool:
+    # A traced hysteresis may have been 1 in `init`, so it requires no state.
+    is_traced = isinstance(self.hysteresis, jax.core.Tracer)
+    return not is_traced and self.hysteresis > 1
 
   def _apply_hysteresis(
     self, remaining: jax.Array, has_overflow: jax.Array, grow: jax.Array

@@ -252,14 +252,30 @@ def test_a_policy_state_with_other_fields_is_refused_in_any_class(policy):
 
 
 @parametrize_slow("other", ["headroom"], REMEMBERING)
-@pytest.mark.parametrize("policy", FORGETFUL.values(), ids=FORGETFUL)
-def test_a_policy_without_memory_keeps_that_of_another(policy, other):
+def test_a_fixed_scale_keeps_the_memory_of_another_policy(other):
+  policy = FORGETFUL["fixed"]
   state = ols.set_loss_scale(REMEMBERING[other].init(), 2.0**6)
   for finite in (True, False):
     after = step(policy, state, finite)
     assert has_same_bits(after.policy_state, state.policy_state)
     alone = step(policy, state._replace(policy_state=()), finite)
     assert after[:5] == alone[:5]
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2])
+def test_a_dynamic_scale_refuses_the_memory_of_another_policy(hysteresis):
+  policy = ols.DynamicLossScale(hysteresis=hysteresis)
+  state = REMEMBERING["headroom"].init()
+  message = "got max_log2_scale, .* of another policy.*_replace"
+  with pytest.raises(ValueError, match=message):
+    policy.adjust(state, True)
+
+
+def test_a_dynamic_scale_without_hysteresis_ignores_that_of_a_state():
+  state = REMEMBERING["dynamic, hysteresis"].init()
+  after = jax.jit(FORGETFUL["dynamic"].adjust)(state, False)
+  assert after.loss_scale == state.loss_scale / 4
+  assert jax.eval_shape(lambda: after) == jax.eval_shape(lambda: state)
 
 
 ARRAYS = [
