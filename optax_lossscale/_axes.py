@@ -95,7 +95,16 @@ def _is_vma_tracked(axis_name: Hashable) -> bool:
   The index along the axis always varies, so if its type doesn't show that, the
   axis isn't tracked.
   """
-  return axis_name in _primitives.get_varying_axes(lax.axis_index(axis_name))
+  try:
+    index = lax.axis_index(axis_name)
+  except NameError as error:
+    raise NameError(
+      "axis_name must be an axis of the pmap, shard_map or vmap that calls"
+      f" update, got axis_name = {axis_name!r}, which is no axis there. Pass"
+      " the axis_name of pmap or vmap, or an axis of the mesh of shard_map."
+      " Under jit without one of them, leave out axis_name."
+    ) from error
+  return axis_name in _primitives.get_varying_axes(index)
 
 
 def _as_tuple(axis_name: AxisName | None) -> tuple[Hashable, ...]:

@@ -12,14 +12,7 @@ from jax import lax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale import (
-  _arrays,
-  _checks,
-  _grads,
-  _state,
-  _tags,
-  _warnings,
-)
+from optax_lossscale import _arrays, _checks, _grads, _state, _tags, _warnings
 from optax_lossscale._jaxprs import _source_info
 
 _ALREADY_DIFFERENTIATED_HINT = (
@@ -298,9 +291,9 @@ def _split_result(result: Any, using: Callable[..., Any]) -> tuple[Any, Any]:
   is_pair = isinstance(value, (tuple, list)) and len(value) == 2
   if not is_pair or not isinstance(value[1], _FunOutput):
     raise TypeError(
-      "using must return the value and the gradients, as jax.value_and_grad"
-      f" does, got using = {using!r}. If you need only the gradients, call grad"
-      " instead of value_and_grad, with a using= that returns both."
+      "using must return the value and the gradients, also for grad, got"
+      f" using = {using!r}. Pass jax.value_and_grad, nnx.value_and_grad or"
+      " eqx.filter_value_and_grad."
     )
   return value[1].out, grads
 
@@ -387,7 +380,14 @@ def _check_not_inside_value_and_grad() -> None:
 
 def _extract_loss(out: Any, has_aux: bool) -> Any:
   """Return the loss in the output of ``fun``; raise if it is invalid."""
-  loss = _split_aux(out)[0] if has_aux else out
+  if has_aux and not (isinstance(out, (tuple, list)) and len(out) == 2):
+    is_array = _arrays.is_array_like(out)
+    raise TypeError(
+      "fun must return a pair (loss, aux) when has_aux=True, got"
+      f" {jax.typeof(out) if is_array else type(out).__name__}. Leave out"
+      " has_aux, or return (loss, aux)."
+    )
+  loss = out[0] if has_aux else out
   if not _arrays.is_array_like(loss):
     hint = " If fun returns a pair (loss, aux), pass has_aux=True."
     raise TypeError(
@@ -433,13 +433,3 @@ def _warn_if_narrow_range(loss: Any) -> None:
     f" in {dtype}, so the loss scale can't exceed {jnp.finfo(dtype).max}."
     " Return the loss in float32: loss.astype(jnp.float32)."
   )
-
-
-def _split_aux(out: Any) -> Sequence[Any]:
-  """Return the pair (loss, aux); raise if ``out`` is not a pair."""
-  if not isinstance(out, (tuple, list)) or len(out) != 2:
-    raise TypeError(
-      "fun must return a pair (loss, aux) when has_aux=True, got"
-      f" {type(out).__name__}."
-    )
-  return out

@@ -111,6 +111,7 @@ def with_loss_scaling(
 
   Raises:
     TypeError: if an argument is of the wrong type.
+    NameError: in ``update``, if ``axis_name`` is no mapped axis.
     ValueError: if an argument is out of range; in ``init``, if ``inner``
       scales losses already, or has master weights; in ``update``, if
       ``max_norm`` can't distinguish sharded from replicated gradients.

@@ -33,15 +33,17 @@ def as_policy(loss_scale: Any, name: str = "loss_scale") -> LossScalePolicy:
   """
   if isinstance(loss_scale, str) and loss_scale in _POLICY_BY_NAME:
     return _POLICY_BY_NAME[loss_scale]()
-  if isinstance(loss_scale, LossScalePolicy) and not isinstance(
-    loss_scale, type
-  ):
+  is_class = isinstance(loss_scale, type)
+  if isinstance(loss_scale, LossScalePolicy) and not is_class:
     return loss_scale
-  if not _arrays.is_array_like(loss_scale) or isinstance(loss_scale, bool):
+  # The class of a policy may have a dtype, as an array does.
+  is_number = _arrays.is_array_like(loss_scale) and not is_class
+  if not is_number or isinstance(loss_scale, bool):
+    hint = " Call it to create the policy." if is_class else ""
     raise TypeError(
       f"{name} must be a policy (such as DynamicLossScale()), 'dynamic',"
       " 'headroom' or a positive number, got"
-      f" {_checks.describe_arg(name, loss_scale)}."
+      f" {_checks.describe_arg(name, loss_scale)}.{hint}"
     )
   _checks.check_scale(name, loss_scale)
   return FixedLossScale(loss_scale)

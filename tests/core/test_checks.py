@@ -114,6 +114,12 @@ REFUSED = {
     TypeError,
     ["loss_scale must be a policy", "headroom' or a positive", "{value!r}"],
   ),
+  "a policy class": (
+    lambda loss_scale: ols.with_loss_scaling(TX, loss_scale),
+    [ols.DynamicLossScale, ols.HeadroomLossScale],
+    TypeError,
+    ["got loss_scale = {value!r}", "Call it to create the policy."],
+  ),
   "no optimizer": (
     ols.with_loss_scaling,
     [True, None, ols.FixedLossScale(1.0), 1e-3],
@@ -184,11 +190,27 @@ def test_has_aux_without_a_pair_is_refused(differentiate):
   for out in w, (w,), (w, 1, 2), {0: w}:
     fun = differentiate(lambda w, out=out: out, STATE, has_aux=True)
     text = get_message(TypeError, lambda f=fun: f(w))
-    assert "fun must return a pair (loss, aux) when has_aux=True" in text
+    got = "float32[]" if out is w else type(out).__name__
+    assert f"return a pair (loss, aux) when has_aux=True, got {got}." in text
+    assert "Leave out has_aux, or return (loss, aux)." in text
 
 
 def loss_of(w):
   return jnp.sum(w**2)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}])
+def test_an_axis_that_is_not_mapped_is_named(options):
+  for axis_name, unbound in ("batch", "batch"), (("dat", "data"), "dat"):
+    tx = ols.with_loss_scaling(TX, axis_name=axis_name, **options)
+    update = jax.vmap(
+      lambda w, tx=tx: tx.update(w, tx.init(w)), axis_name="data"
+    )
+    text = get_message(
+      NameError, lambda u=update: jax.eval_shape(u, np.ones(2))
+    )
+    assert "axis_name must be an axis of the pmap, shard_map or vmap" in text
+    assert f"got axis_name = {unbound!r}" in text
 
 
 @pytest.mark.parametrize(
