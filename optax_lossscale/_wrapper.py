@@ -166,6 +166,7 @@ def with_loss_scaling(
     **extra_args: Any,
   ) -> tuple[Any, WithLossScalingState]:
     _check_state(state)
+    _check_updates(updates, params)
     scale_state, inner_state = state
     # Tag the scale before the gradients: reports match the gradients of an
     # update with the scale whose tag precedes theirs.
@@ -320,6 +321,24 @@ def _check_state(state: Any) -> None:
     "update takes a WithLossScalingState, as init returns it, got a"
     f" {type(state).__name__} {advice}"
   )
+
+
+def _check_updates(updates: Any, params: Any) -> None:
+  """Raise if the gradients are in the pair that `value_and_grad` returns."""
+  is_pair = isinstance(updates, tuple) and len(updates) == 2
+  structure: Any = jax.tree.structure(params)
+  if (
+    is_pair
+    and params is not None
+    and structure == jax.tree.structure(updates[1])
+    and structure != jax.tree.structure(updates)
+  ):
+    raise TypeError(
+      "update takes the gradients, got a pair whose second item has the"
+      " structure of params, such as the (loss, grads) of value_and_grad. Write"
+      " loss, grads = value_and_grad(loss_fn, opt_state)(params, batch), and"
+      " pass grads."
+    )
 
 
 def _cast_updates_like(updates: Any, params: Any) -> Any:

@@ -161,6 +161,22 @@ def test_update_says_how_to_adopt_the_state_of_a_bare_optimizer():
   jax.eval_shape(tx.update, w, tx.init(w)._replace(inner_state=old), w)
 
 
+def test_update_refuses_the_pair_that_value_and_grad_returns():
+  pair = np.ones(2), np.ones(2)
+  for params in pair[0], {"w": pair}, pair:
+    opt_state = SCALED.init(params)
+    for loss in np.float32(1), (np.float32(1), {}):
+      wrong = lambda loss=loss, p=params, s=opt_state: SCALED.update(
+        (loss, p), s, p
+      )
+      text = get_message(TypeError, wrong)
+      assert "update takes the gradients, got a pair" in text
+      assert "loss, grads = value_and_grad(loss_fn, opt_state)(" in text
+    jax.eval_shape(SCALED.update, params, opt_state, params)
+  frozen = np.ones(2), None
+  jax.eval_shape(SCALED.update, frozen, SCALED.init(frozen))
+
+
 BOTH = ols.value_and_grad, ols.grad
 each_function = pytest.mark.parametrize("differentiate", BOTH)
 
