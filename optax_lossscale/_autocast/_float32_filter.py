@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from optax_lossscale._jaxprs import _provenance
 
 _NUM_SUGGESTIONS = 5
+_NUM_SUGGESTED_PATHS = 3
 
 
 class Match(NamedTuple):
@@ -90,11 +91,9 @@ class Float32Filter(NamedTuple):
     unmatched_patterns = [p for p in self.patterns if p not in matched_patterns]
     if not unmatched_patterns:
       return ""
-    # An error about the first pattern is enough, and easier to read. With a
-    # cutoff of 0.0 there are suggestions even if no name is similar.
-    names = _collect_selectors(x for match in matches for x in match.names)
-    nearest = difflib.get_close_matches(
-      unmatched_patterns[0], names, _NUM_SUGGESTIONS, 0.0
+    # An error about the first pattern is enough, and easier to read.
+    nearest = _find_nearest_names(
+      unmatched_patterns[0], [x for match in matches for x in match.names]
     )
     # Matmuls of an inner autocast are half precision before this one runs, so
     # they have no match, but the user sees their names in the reports.
@@ -150,6 +149,18 @@ def as_patterns(patterns: Any) -> tuple[str, ...]:
       f" got keep_float32 = {patterns!r}."
     )
   return pattern_tuple
+
+
+def _find_nearest_names(
+  pattern: str, eqn_names: list[_provenance.EqnNames]
+) -> list[str]:
+  """Return the names that resemble a pattern most, paths of weights first."""
+  # With a cutoff of 0.0 there are suggestions even if no name is similar.
+  paths = {x.param_path: None for x in eqn_names if x.param_path}
+  nearest = difflib.get_close_matches(pattern, paths, _NUM_SUGGESTED_PATHS, 0.0)
+  others = [x for x in _collect_selectors(eqn_names) if x not in nearest]
+  num_others = _NUM_SUGGESTIONS - len(nearest)
+  return nearest + difflib.get_close_matches(pattern, others, num_others, 0.0)
 
 
 def _collect_selectors(

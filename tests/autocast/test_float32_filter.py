@@ -217,6 +217,23 @@ def test_a_name_that_selects_nothing_is_an_error_that_names_the_nearest():
     ols.autocast(jnp.sin, keep_float32="net")(X)
 
 
+def test_the_error_names_the_nearest_paths_of_weights_first():
+  def model(params, x):
+    with jax.named_scope("net"):
+      for w in params["layers"]:
+        x = with_scope("encoder", other)(x, w)
+      return x @ params["head"]
+
+  args = {"layers": [W, 2 * W, 3 * W], "head": normal(4, 4)}, X
+  with pytest.raises(ValueError) as caught:
+    ols.autocast(model, keep_float32="net/encodr")(*args)
+  names = str(caught.value).partition("names are ")[2].rstrip(".").split(", ")
+  assert len(names) == 5
+  paths, others = names[:3], names[3:]
+  assert not any("net" in name for name in paths)
+  assert "'net/encoder'" in others
+
+
 @pytest.mark.parametrize("names", [1, None, ["net", 1], jnp.ones(2)])
 def test_a_name_is_a_string(names):
   with pytest.raises(TypeError, match="keep_float32 must be a name or a list"):
