@@ -303,9 +303,9 @@ def _split(
   # The sum may round if the update cancels the parameter almost completely.
   error = _bits(float32_param + new_update) - _bits(new_param)
   is_exact = (error > -_HALF_ULP) & (error < _HALF_ULP)
-  # The cast keeps the lower half, which is what the master has in addition.
-  new_remainder = jnp.where(is_exact, _bits(new_master), 0)
-  return new_update, new_remainder.astype(jnp.int16)
+  # The cast to int16 keeps the lower half.
+  new_bits = jnp.where(is_exact, _bits(new_master), 0)
+  return new_update, new_bits.astype(jnp.int16)
 
 
 # The derivatives are those of the float32 numbers that are rounded. Without the
