@@ -304,8 +304,7 @@ def _split(
   error = _bits(float32_param + new_update) - _bits(new_param)
   is_exact = (error > -_HALF_ULP) & (error < _HALF_ULP)
   # The cast to int16 keeps the lower half.
-  new_bits = jnp.where(is_exact, _bits(new_master), 0)
-  return new_update, new_bits.astype(jnp.int16)
+  return new_update, jnp.where(is_exact, _bits(new_master), 0).astype(jnp.int16)
 
 
 # The derivatives are those of the float32 numbers that are rounded. Without the

@@ -77,7 +77,7 @@ def _get_lowest_scale_as_float32(policy: Any) -> jax.Array:
   """Return the lowest scale of a policy as float32; 0 if it has no bound."""
   if isinstance(policy, _policies.FixedLossScale):
     return _as_float32(policy.scale)
-  lowest_scale = _policies.get_lowest_scale(policy)
+  lowest_scale, _ = _policies.get_scale_bounds(policy)
   return _as_float32(0.0 if lowest_scale is None else lowest_scale)
 
 

@@ -148,8 +148,7 @@ def with_loss_scaling(
   scale_tag_kind: _tags.TagKind = (
     "fixed_update_scale" if is_fixed else "update_scale"
   )
-
-  lowest_scale = _policies.get_lowest_scale(policy)
+  lowest_scale, _ = _policies.get_scale_bounds(policy)
 
   def init_fn(params: Any) -> WithLossScalingState:
     inner_state = inner.init(params)

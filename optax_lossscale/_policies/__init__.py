@@ -2,7 +2,6 @@
 
 from optax_lossscale._policies._base import (
   FixedLossScale,
-  get_lowest_scale,
   get_scale_bounds,
   LossScalePolicy,
 )

@@ -65,18 +65,9 @@ class LossScalePolicy(Protocol):
     ...
 
 
-def get_scale_bounds(policy: LossScalePolicy | None) -> tuple[Any, Any]:
+def get_scale_bounds(policy: LossScalePolicy) -> tuple[Any, Any]:
   """Return the lowest and the highest scale of a policy; None if unknown."""
   return getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
-
-
-def get_lowest_scale(policy: LossScalePolicy) -> Any:
-  """Return the scale that no overflow lowers any further; None if unknown.
-
-  `interop` has policies that stop above their `min_scale`. Their attribute
-  `lowest_scale` says where.
-  """
-  return getattr(policy, "lowest_scale", get_scale_bounds(policy)[0])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from optax_lossscale import _checks, _policies, _transfer_guard
-from optax_lossscale.interop import _reading, _results, _writing
+from optax_lossscale.interop import _reading, _writing
 from optax_lossscale.interop._reading import FieldSpec
 
 _STATIC_FIELDS = {
@@ -27,7 +27,7 @@ _WRITTEN_FIELDS = (
 
 
 @_transfer_guard.allow_transfers
-def from_flax(dynamic_scale: Any, **static: Any) -> _results.PolicyAndState:
+def from_flax(dynamic_scale: Any, **static: Any) -> _reading.PolicyAndState:
   """The policy and state of Flax's `DynamicScale`.
 
   Flax raises the scale on finite step `growth_interval + 1`. So the interval of
@@ -68,8 +68,8 @@ def from_flax(dynamic_scale: Any, **static: Any) -> _results.PolicyAndState:
     caller, "the static fields", static, static_specs
   )
   interval = values["growth_interval_minus_one"] + 1
-  policy = _results.make_dynamic_policy(values, growth_interval=interval)
-  return _results.resumed_result(caller, policy, values)
+  policy = _reading.make_dynamic_policy(values, growth_interval=interval)
+  return _reading.resumed_result(caller, policy, values)
 
 
 @_transfer_guard.allow_transfers

@@ -1,9 +1,9 @@
-"""Imports the loss scales of jmp, and MindSpore's, which have jmp's design."""
+"""Imports the loss scales of jmp."""
 
 from typing import Any
 
 from optax_lossscale import _policies, _transfer_guard
-from optax_lossscale.interop import _reading, _results
+from optax_lossscale.interop import _reading
 from optax_lossscale.interop._reading import FieldSpec
 
 # The attributes of each class, by class name.
@@ -16,31 +16,20 @@ _CLASS_FIELDS = {
     "min_loss_scale": FieldSpec("min_scale"),
   },
   "StaticLossScale": {"loss_scale": FieldSpec("scale")},
-  "DynamicLossScaler": {
-    "scale_value": FieldSpec("loss_scale"),
-    "counter": FieldSpec("finite_count"),
-    "scale_window": FieldSpec("growth_interval"),
-    "scale_factor": FieldSpec("growth_factor"),
-    # MindSpore has no such attribute: its minimum is always 1.
-    "min_loss_scale": FieldSpec("min_scale", 1.0),
-  },
-  "StaticLossScaler": {"scale_value": FieldSpec("scale")},
 }
 
 
 @_transfer_guard.allow_transfers
-def from_jmp(loss_scale: Any) -> _results.PolicyAndState:
-  """The policy and state of a jmp or MindSpore loss scale.
+def from_jmp(loss_scale: Any) -> _reading.PolicyAndState:
+  """The policy and state of a jmp loss scale.
 
-  Both multiply the scale by a factor on the N-th finite step, and divide it by
-  the same factor on an overflow. The minimum scale of jmp is `min_loss_scale`,
-  and the minimum scale of MindSpore is 1.
+  jmp multiplies the scale by a factor on the N-th finite step, and divides it
+  by the same factor on an overflow, down to `min_loss_scale`.
 
   Args:
-    loss_scale: jmp's `DynamicLossScale`, `StaticLossScale` or `NoOpLossScale`;
-      MindSpore's `DynamicLossScaler` or `StaticLossScaler`. A jmp scale that
-      has been through `jax.jit` has lost its `min_loss_scale`: it is 1 again,
-      and is read as 1.
+    loss_scale: a `DynamicLossScale`, `StaticLossScale` or `NoOpLossScale`. A
+      `DynamicLossScale` that has been through `jax.jit` has lost its
+      `min_loss_scale`: it is 1 again, and is read as 1.
 
   Returns:
     `(policy, state)`. The objects hold the current scale and not the initial
@@ -60,7 +49,7 @@ def from_jmp(loss_scale: Any) -> _results.PolicyAndState:
   """
   caller, class_name = "from_jmp", type(loss_scale).__name__
   if class_name == "NoOpLossScale":
-    return _results.initial_result(_policies.FixedLossScale(1.0))
+    return _reading.initial_result(_policies.FixedLossScale(1.0))
   if class_name not in _CLASS_FIELDS:
     raise TypeError(
       f"from_jmp: loss_scale must be one of {', '.join(_CLASS_FIELDS)} and"
@@ -70,7 +59,7 @@ def from_jmp(loss_scale: Any) -> _results.PolicyAndState:
     caller, class_name, loss_scale, _CLASS_FIELDS[class_name]
   )
   if "scale" in values:
-    return _results.initial_result(_policies.FixedLossScale(values["scale"]))
+    return _reading.initial_result(_policies.FixedLossScale(values["scale"]))
   backoff_factor = 1 / values["growth_factor"]
-  policy = _results.make_dynamic_policy(values, backoff_factor=backoff_factor)
-  return _results.resumed_result(caller, policy, values)
+  policy = _reading.make_dynamic_policy(values, backoff_factor=backoff_factor)
+  return _reading.resumed_result(caller, policy, values)

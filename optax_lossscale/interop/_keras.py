@@ -5,7 +5,7 @@ import functools
 from typing import Any
 
 from optax_lossscale import _checks, _policies, _transfer_guard
-from optax_lossscale.interop import _reading, _results, _writing
+from optax_lossscale.interop import _reading, _writing
 from optax_lossscale.interop._reading import FieldSpec
 
 # Keys of the optimizer configs that don't affect the loss scale.
@@ -60,7 +60,7 @@ _read_fields = functools.partial(_reading.read_fields, "from_keras")
 
 
 @_transfer_guard.allow_transfers
-def from_keras(config: Any, variables: Any = None) -> _results.PolicyAndState:
+def from_keras(config: Any, variables: Any = None) -> _reading.PolicyAndState:
   """The policy and state of a TensorFlow, tf.keras or Keras 3 loss scaler.
 
   All of them grow the scale on the N-th finite step and halve it (or divide it
@@ -106,17 +106,17 @@ def from_keras(config: Any, variables: Any = None) -> _results.PolicyAndState:
   """
   policy = _policy_from_config(config)
   if variables is None:
-    return _results.initial_result(policy)
+    return _reading.initial_result(policy)
   if isinstance(policy, _policies.FixedLossScale):
     _read_fields("variables", variables, {})
-    return _results.initial_result(policy)
+    return _reading.initial_result(policy)
   if policy.min_scale == 1:
     values = _read_fields("variables", variables, _TF_VARIABLES)
   else:
     values = _read_fields(
       "variables", variables, _KERAS_3_VARIABLES, _KERAS_3_BASE_VARIABLES
     )
-  return _results.resumed_result("from_keras", policy, values)
+  return _reading.resumed_result("from_keras", policy, values)
 
 
 @_transfer_guard.allow_transfers
@@ -237,10 +237,10 @@ def _policy_from_fields(
     values = _read_fields(
       "config of Keras 3", config, _OPTIMIZER_FIELDS, ignored_keys
     )
-    return _results.make_dynamic_policy(values)
+    return _reading.make_dynamic_policy(values)
   values = _read_fields("config of DynamicLossScale", config, _DYNAMIC_FIELDS)
   backoff_factor = 1 / values["growth_factor"]
-  return _results.make_dynamic_policy(
+  return _reading.make_dynamic_policy(
     values, backoff_factor=backoff_factor, min_scale=1.0
   )
 
@@ -269,7 +269,7 @@ def _policy_from_tf_config(
   source_name = "config of tf.keras"
   values = _read_fields(source_name, config, _TF_OPTIMIZER_FIELDS, _INNER_KEYS)
   if values["dynamic"]:
-    return _results.make_dynamic_policy(values, min_scale=1.0)
+    return _reading.make_dynamic_policy(values, min_scale=1.0)
   # `initial_scale` is required for a fixed scale, so it has no default here.
   fixed_specs = {**_TF_OPTIMIZER_FIELDS, "initial_scale": FieldSpec("scale")}
   return _policies.FixedLossScale(

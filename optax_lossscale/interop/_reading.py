@@ -1,4 +1,4 @@
-"""Read another system's settings or state, validated against a table of fields.
+"""Read another system's settings and state, and convert them to ours.
 
 Each importer has tables that map the other system's keys to our field names,
 as :class:`FieldSpec`. The input comes from files and is not trusted: it is only
@@ -8,13 +8,20 @@ raise, recurse or never end.
 """
 
 from collections.abc import Collection, Mapping
+import dataclasses
 import reprlib
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _checks
+from optax_lossscale import _checks, _policies, _state
 
+PolicyAndState = tuple[_policies.LossScalePolicy, _state.LossScaleState]
+
+_POLICY_FIELDS = [
+  field.name for field in dataclasses.fields(_policies.DynamicLossScale)
+]
 _REQUIRED: Any = object()
 
 
@@ -32,36 +39,20 @@ class FieldSpec(NamedTuple):
 
 
 _SCALE_RANGE = _checks.MIN_LOSS_SCALE, _checks.MAX_LOSS_SCALE, False
-_POSITIVE_RANGE = 1, _checks.MAX_COUNT, True
-_COUNTER_RANGE = 0, _checks.MAX_COUNT, True
 # By field name: the lowest and highest number, and whether it is an integer.
 _NUMBER_RANGES = {
   "init_scale": _SCALE_RANGE,
   "loss_scale": _SCALE_RANGE,
-  "max_scale": _SCALE_RANGE,
   "min_scale": _SCALE_RANGE,
   "scale": _SCALE_RANGE,
-  "threshold": _SCALE_RANGE,
   "growth_factor": (_checks.MIN_GROWTH_FACTOR, _checks.MAX_LOSS_SCALE, False),
   "backoff_factor": (_checks.MIN_LOSS_SCALE, _checks.MAX_BACKOFF_FACTOR, False),
-  "tolerance": (0, 2**15, False),
-  "growth_interval": _POSITIVE_RANGE,
-  "hysteresis": _POSITIVE_RANGE,
-  "finite_count": _COUNTER_RANGE,
-  "overflows": _COUNTER_RANGE,
-  # The trackers of apex and NeMo keep counting below zero.
-  "hysteresis_remaining": (-_checks.MAX_COUNT, _checks.MAX_COUNT, True),
+  "growth_interval": (1, _checks.MAX_COUNT, True),
   # Flax's growth_interval is one less than ours.
   "growth_interval_minus_one": (0, _checks.MAX_COUNT - 1, True),
-  # DeepSpeed writes 0 for a dynamic scale, the exponent of the initial scale,
-  # and -1 for the step of the last overflow if none has occurred.
-  "scale_or_zero": (0, _checks.MAX_LOSS_SCALE, False),
-  "exponent": (0, 126, True),
-  "step": _COUNTER_RANGE,
-  "overflow_step": (-1, _checks.MAX_COUNT, True),
-  "loss_id": _COUNTER_RANGE,
+  "finite_count": (0, _checks.MAX_COUNT, True),
 }
-_BOOL_FIELDS = "dynamic", "enabled", "consecutive_hysteresis"
+_BOOL_FIELDS = ("dynamic",)
 
 
 def read_fields(
@@ -133,6 +124,67 @@ def check_and_convert_field(
   return int(value) if _NUMBER_RANGES[field][2] else float(value)
 
 
+def initial_result(policy: _policies.LossScalePolicy) -> PolicyAndState:
+  """Return a policy and its state before the first step."""
+  return policy, policy.init()
+
+
+def make_dynamic_policy(
+  values: dict[str, Any], **overrides: Any
+) -> _policies.DynamicLossScale:
+  """Return the DynamicLossScale with the hyperparameters of another system.
+
+  Args:
+    values: the values that were read, by field name. The keys that are not
+      hyperparameters are ignored. If there is a `loss_scale` but no
+      `init_scale`, the current scale becomes the initial one. Without a
+      `min_scale`, the minimum is the smallest normal float32 number.
+    **overrides: hyperparameters that are constants in the other system.
+
+  Returns:
+    The policy.
+  """
+  fields = {"min_scale": _checks.MIN_LOSS_SCALE, **values, **overrides}
+  current_scale, min_scale = values.get("loss_scale"), fields["min_scale"]
+  if current_scale is not None:
+    # A scale at a minimum of 0.7 is float32(0.7), which is less than 0.7 and
+    # would be rejected as an initial scale.
+    fields.setdefault(
+      "init_scale",
+      min_scale if np.float32(min_scale) == current_scale else current_scale,
+    )
+  hyperparams = {
+    name: fields[name] for name in _POLICY_FIELDS if name in fields
+  }
+  return _policies.DynamicLossScale(**hyperparams)
+
+
+def resumed_result(
+  caller: str, policy: _policies.DynamicLossScale, values: dict[str, Any]
+) -> PolicyAndState:
+  """Return a policy and its state at another system's scale and count.
+
+  Args:
+    caller: the public function, for messages.
+    policy: the policy; all other fields of the state come from its `init`.
+    values: the values that were read: the `loss_scale` and the `finite_count`.
+
+  Returns:
+    The policy and the state.
+  """
+  scale, low, high = values["loss_scale"], policy.min_scale, policy.max_scale
+  if not np.float32(low) <= scale <= np.float32(high):
+    floor, ceiling = _checks.format_bound(low), _checks.format_bound(high)
+    raise ValueError(
+      f"{caller}: the scale in the state must be between the minimum {floor}"
+      f" and the maximum {ceiling} of its settings, got scale = {scale}."
+    )
+  return policy, policy.init()._replace(
+    loss_scale=jnp.asarray(scale, jnp.float32),
+    finite_count=jnp.asarray(values["finite_count"], jnp.int32),
+  )
+
+
 def safe_repr(value: Any) -> str:
   """Return a short text for a message, for any value."""
   try:
@@ -165,13 +217,9 @@ def _get_raw_values(
           f" keys: {known_keys}.{ignored_note}"
         )
     return {key: source[key] for key in specs if key in source}
-  raw_values = {}
-  for key in specs:
-    try:
-      raw_values[key] = getattr(source, key)
-    # Objects whose attributes are keys of a dict may raise a KeyError.
-    except (AttributeError, KeyError):
-      continue
+  raw_values = {
+    key: getattr(source, key) for key in specs if hasattr(source, key)
+  }
   if not raw_values:
     raise TypeError(
       f"{caller}: {source_name} must be a dict, or an object with some of these"

@@ -1,13 +1,13 @@
-"""Imports and exports torch.amp.GradScaler, and imports NeMo's GradScaler.
+"""Imports and exports torch.amp.GradScaler.
 
-Lightning and Accelerate use torch's scaler.
+Lightning and Accelerate use it, too.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from optax_lossscale import _checks, _policies, _transfer_guard
-from optax_lossscale.interop import _reading, _results, _writing
+from optax_lossscale.interop import _reading, _writing
 from optax_lossscale.interop._reading import FieldSpec
 
 _KEYS = {
@@ -17,19 +17,12 @@ _KEYS = {
   "growth_interval": FieldSpec("growth_interval"),
   "_growth_tracker": FieldSpec("finite_count"),
 }
-_NEMO_STATE = {
-  **_KEYS,
-  "_hysteresis_tracker": FieldSpec("hysteresis_remaining"),
-}
-_NEMO_SETTINGS = {"hysteresis": FieldSpec("hysteresis")}
 _WRITTEN_FIELDS = "growth_factor", "backoff_factor", "growth_interval"
 
 
 @_transfer_guard.allow_transfers
-def from_torch(
-  state_dict: Any, *, hysteresis: int | None = None
-) -> _results.PolicyAndState:
-  """The policy and state of a `torch.amp.GradScaler` or of NeMo's `GradScaler`.
+def from_torch(state_dict: Any) -> _reading.PolicyAndState:
+  """The policy and state of a `torch.amp.GradScaler`.
 
   torch raises the scale on the `growth_interval`-th finite step, and has no
   minimum scale. Our minimum is 2**-126, the smallest normal float32 number. The
@@ -37,19 +30,10 @@ def from_torch(
   2**127 is flushed to zero. torch multiplies by its factors in float64, so the
   scale may differ in the last bit if a factor is not a power of two.
 
-  NeMo's `GradScaler` (read at its tags v1.23.0 and v2.0.0, in
-  `nemo/collections/nlp/parts/nlp_overrides.py` and
-  `nemo/lightning/_strategy_lib.py`) has the rule of apex's kernel
-  `update_scale_hysteresis`, see :func:`from_apex`. Its state dict holds a
-  `_hysteresis_tracker` but not the `hysteresis` of its settings. (When NeMo
-  loads a state, it looks for the tracker under another spelling, and continues
-  with 1. Our policy continues with the saved tracker.)
-
   Args:
     state_dict: `scaler.state_dict()`. The state dict of a disabled scaler is
       empty, and gives `FixedLossScale(1.0)`. This policy skips non-finite
       steps. A disabled scaler applies them, and so does a bare optimizer.
-    hysteresis: the hysteresis of NeMo's scaler; None for torch, which has none.
 
   Returns:
     `(policy, state)`. The state dict holds the current scale and not the
@@ -68,30 +52,15 @@ def from_torch(
     (2000, 17)
   """
   if isinstance(state_dict, Mapping) and not state_dict:
-    return _results.initial_result(_policies.FixedLossScale(1.0))
+    return _reading.initial_result(_policies.FixedLossScale(1.0))
   if hasattr(type(state_dict), "state_dict"):
     raise TypeError(
       "from_torch: state_dict must be a dict, got an object of type"
       f" {type(state_dict).__name__}. Pass scaler.state_dict()."
     )
-  caller, source_name = "from_torch", "state_dict"
-  has_tracker = (
-    isinstance(state_dict, Mapping) and "_hysteresis_tracker" in state_dict
-  )
-  if not has_tracker and hysteresis is None:
-    values = _reading.read_fields(caller, source_name, state_dict, _KEYS)
-    return _results.resumed_result(
-      caller, _results.make_dynamic_policy(values), values
-    )
-  values = _reading.read_fields(
-    caller, f"{source_name} of NeMo", state_dict, _NEMO_STATE
-  )
-  nemo_settings = {"hysteresis": hysteresis}
-  values |= _reading.read_fields(
-    caller, "the settings of NeMo", nemo_settings, _NEMO_SETTINGS
-  )
-  policy = _results.make_dynamic_policy(values, hysteresis_refill="finite")
-  return _results.resumed_result(caller, policy, values)
+  values = _reading.read_fields("from_torch", "state_dict", state_dict, _KEYS)
+  policy = _reading.make_dynamic_policy(values)
+  return _reading.resumed_result("from_torch", policy, values)
 
 
 @_transfer_guard.allow_transfers

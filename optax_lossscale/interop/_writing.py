@@ -86,18 +86,18 @@ def check_hyperparams(
 
 
 def get_scale_and_count(
-  caller: str, policy: Any, tree: Any
+  caller: str, policy: Any, state: Any
 ) -> tuple[float, int]:
-  """Return the loss scale in a tree, and the finite steps since it changed."""
-  state = _state.get_loss_scale_state(tree)
-  shape = jnp.shape(state.loss_scale)
+  """Return the loss scale in a state, and the finite steps since it changed."""
+  scale_state = _state.get_loss_scale_state(state)
+  shape = jnp.shape(scale_state.loss_scale)
   if shape:
     raise ValueError(
       f"{caller}: state must hold one loss scale, got loss_scale of shape"
       f" {shape}. Convert each member of a vmapped state separately:"
       " jax.tree.map(lambda x: x[0], state)."
     )
-  scale = float(state.loss_scale)
+  scale = float(scale_state.loss_scale)
   low, high = _policies.get_scale_bounds(policy)
   # The scale is a float32 number, so a scale at its bound is the bound rounded
   # to float32.
@@ -109,7 +109,7 @@ def get_scale_and_count(
       " optax_lossscale would return to this range in the next step, but the"
       " other system would not. Set the scale with set_loss_scale(state, ...)."
     )
-  return scale, int(state.finite_count)
+  return scale, int(scale_state.finite_count)
 
 
 def clamp_count(count: int, interval: int) -> int:

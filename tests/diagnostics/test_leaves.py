@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import interop, plots
+from optax_lossscale import plots
 from optax_lossscale.diagnostics import _leaves, nonfinite_leaves
 
 NAN, INF = float("nan"), float("inf")
@@ -151,28 +151,6 @@ def test_the_error_of_a_stuck_run_sends_to_check_step():
     " and its fix, call"
     " diagnostics.check_step(train_step, params, opt_state, batch)."
   )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("threshold", [None, 0.5, 1.0, 3.0, 4.0])
-@pytest.mark.parametrize("min_scale", [0.3, 1.0])
-def test_the_lowest_scale_of_fairseq_is_where_its_rule_stops(
-  threshold, min_scale
-):
-  """Above its min_scale, where it raises an error."""
-  policy = interop.FairseqLossScale(
-    10, init_scale=8.0, threshold=threshold, min_scale=min_scale
-  )
-  state, floors = policy.init(), []
-  for _ in range(24):
-    before, state = state, policy.adjust(state, False)
-    metrics = ols.loss_scale_metrics(before, policy=policy)
-    at_floor = metrics["skips_at_min_scale"]
-    floors.append(at_floor.item())
-    stays = not before.last_finite and state.loss_scale == before.loss_scale
-    assert at_floor == stays
-  assert floors[0] == 0 and floors[-1] == 1
-  assert state.loss_scale > policy.min_scale
 
 
 def test_the_worst_of_many_members_is_reported():

@@ -1,13 +1,12 @@
-"""Mutated input gives a clear error or a valid policy; shares are exact.
+"""Mutated input gives a clear error or a valid policy.
 
 100 inputs here, 300 in CI; `make nightly` tries 10,000.
 """
 
-import fractions
 import sys
 
 from helpers import interop_samples as samples
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import interop
 
 pytestmark = pytest.mark.slow
 
@@ -83,24 +81,3 @@ def check_valid(policy, state):
     after = policy.adjust(state, jnp.bool_(finite))
     assert 2.0**-126 <= after.loss_scale <= 2.0**126
     assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
-
-
-@given(
-  part=st.integers(1, 2**31 - 1),
-  whole=st.integers(1, 2**31 - 1),
-  top=st.integers(0, 2**15),
-  bottom=st.integers(1, 2**15),
-)
-@example(part=1, whole=20, top=1, bottom=20)
-@example(part=2**31 - 1, whole=2**31 - 1, top=1, bottom=1)
-@example(part=107374182, whole=2147483640, top=1, bottom=20)
-@example(part=107374181, whole=2147483640, top=1, bottom=20)
-def test_the_overflow_fraction_is_compared_exactly(part, whole, top, bottom):
-  share = fractions.Fraction(top, bottom)
-  policy = interop.FairseqLossScale(10, tolerance=top / bottom)
-  counts = jnp.int32(whole - 1), jnp.int32(part - 1)
-  policy_state = interop.FairseqPolicyState(*counts)
-  state = policy.init()._replace(policy_state=policy_state)
-  after = policy.adjust(state, jnp.array(False))
-  reached = fractions.Fraction(part, whole) >= share
-  assert after.loss_scale == policy.init_scale / (2 if reached else 1)

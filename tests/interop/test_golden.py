@@ -1,14 +1,12 @@
 """Trajectories of the real packages, replayed: scale, counter, skipped or not.
 
-`tools/recorders` recorded them. Where a package leaves the
-range [2**-126, 2**126] in which float32 holds the scale and its reciprocal, the
-comparison ends, and ours must stay inside. apex is not on PyPI: two functions
-restate its `apex/amp/scaler.py` and `csrc/update_scale_hysteresis.cu`.
+`tools/recorders` recorded them. Where a package leaves the range [2**-126,
+2**126] in which float32 holds the scale and its reciprocal, the comparison
+ends, and ours must stay inside.
 """
 
 import dataclasses
 import functools
-import random
 import re
 
 from helpers import interop_replay, parametrize_slow, ROOT
@@ -30,8 +28,6 @@ LEAVES_THE_RANGE = {"top", "bottom", "long fall", "long climb"}
 class System:
   start: object  # from the recorded settings to (policy, state)
   resume: object  # from these and what was saved to (policy, state)
-  # From the recorded counters and the settings to ours.
-  counts: object = lambda counters, settings: counters
 
 
 def torch_start(settings):
@@ -51,31 +47,6 @@ def keras_resume(settings, saved):
 
 
 JMP = samples.make_lookalike("DynamicLossScale")
-MINDSPORE = samples.make_lookalike("DynamicLossScaler")
-
-
-def paddle_start(settings):
-  start = {"incr_every_n_steps": 2000, "decr_every_n_nan_or_inf": 1, **settings}
-  scale = np.array([start.pop("init_loss_scaling", 2.0**16)], np.float32)
-  start |= {"incr_count": 0, "decr_count": 0, "scale": scale}
-  return interop.from_paddle(samples.PADDLE | start)
-
-
-def with_scale_array(saved):
-  return {**saved, "scale": np.array(saved["scale"], np.float32)}
-
-
-# The recorded scaler has the defaults of a block with one setting in it.
-POWER = {"initial_scale_power": 16}
-
-
-def deepspeed_counts(counters, settings, more):
-  """DeepSpeed counts from the last overflow; ours from the last growth, too."""
-  window = settings.get("loss_scale_window", 1000)
-  first = window + more
-  return [c % first if c <= first else (c - first) % window for c in counters]
-
-
 # By the name of the file.
 SYSTEMS = {
   "torch": System(torch_start, lambda _, d: interop.from_torch(d)),
@@ -93,30 +64,6 @@ SYSTEMS = {
   "jmp": System(
     lambda s: JMP({**samples.JMP, "period": 2000, "counter": 0, **s}),
     lambda _, d: JMP(d),
-  ),
-  "mindspore": System(
-    lambda s: MINDSPORE({"counter": np.int32(0), **s}),
-    lambda _, d: MINDSPORE(d),
-  ),
-  "paddle": System(
-    paddle_start, lambda s, d: interop.from_paddle(with_scale_array(d))
-  ),
-  "megatron": System(
-    interop.from_megatron,
-    lambda s, d: interop.from_megatron(s, with_scale_array(d)),
-  ),
-  "deepspeed_old": System(
-    lambda s: interop.from_deepspeed({**POWER, **s}, version="0.17.0"),
-    lambda s, d: interop.from_deepspeed({**POWER, **s}, d, version="0.17.0"),
-    functools.partial(deepspeed_counts, more=0),
-  ),
-  "deepspeed_new": System(
-    interop.from_deepspeed,
-    interop.from_deepspeed,
-    functools.partial(deepspeed_counts, more=1),
-  ),
-  "fairseq": System(
-    interop.from_fairseq, lambda s, d: interop.from_fairseq(s, d["loss_scale"])
   ),
 }
 
@@ -141,28 +88,24 @@ def test_policies_move_like_the_other_system_also_from_a_saved_state(group):
   system = SYSTEMS[name]
   for case in load_cases(name)[number]:
     settings, half = case["settings"], case["half"]
-    check_trajectory(system, case, case, *system.start(settings), first=0)
+    check_trajectory(case, *system.start(settings), first=0)
     scales = encoding.decode_runs(case["scale"])
     before = encoding.decode_scale(scales[half - 1]) if half else 1.0
     if interop_replay.is_in_range(before):  # or refused: see test_errors.py
       resumed = system.resume(settings, case["saved"])
-      theirs = case.get("restored", case)
-      check_trajectory(system, case, theirs, *resumed, first=half)
+      check_trajectory(case, *resumed, first=half)
 
 
-def check_trajectory(system, case, theirs, policy, state, *, first):
+def check_trajectory(case, policy, state, *, first):
   """Compare the steps of a case from `first` on with what was recorded."""
-  # A run that differs after it was restored is recorded from there alone.
-  skipped = first if theirs is case else 0
-  counts = encoding.decode_counters(theirs["counter"])[skipped:]
   expected = {
-    "scale": encoding.decode_runs(theirs["scale"])[skipped:],
-    "taken": encoding.unpack(theirs["taken"])[skipped:],
+    "scale": encoding.decode_runs(case["scale"])[first:],
+    "taken": encoding.unpack(case["taken"])[first:],
   }
   steps = encoding.unpack(case["steps"])[first:]
   interop_replay.assert_same_trajectory(
     expected,
-    system.counts(counts, case["settings"]),
+    encoding.decode_counters(case["counter"])[first:],
     interop_replay.replay(policy, state, steps),
     case["name"] in LEAVES_THE_RANGE,
   )
@@ -178,110 +121,6 @@ def test_the_page_names_the_version_of_a_golden_file(file):
   assert re.search(rf"\b{package}\b[^,]*{version}", tested)
 
 
-def simulate_amp(steps, *, scale, window, low, high, unskipped=0):
-  """After each step: scale, steps since the last move or overflow."""
-  for step in steps:
-    if step == "T":
-      scale = max(low, scale / 2) if low else scale / 2
-      unskipped = 0
-    else:
-      unskipped += 1
-    if unskipped == window:
-      scale = min(high, scale * 2)
-      unskipped = 0
-    yield scale, unskipped
-
-
-def simulate_kernel(steps, *, scale, window, hysteresis, tracker, growth=0):
-  """After each step: scale, growth tracker and hysteresis tracker."""
-  for step in steps:
-    if step == "T":
-      tracker -= 1
-      growth = 0
-      if tracker <= 0:
-        scale *= 0.5
-    else:
-      growth += 1
-      if growth == window:
-        scale *= 2.0
-        growth = 0
-      tracker = hysteresis
-    yield scale, growth, tracker
-
-
-def run_policy(policy, state, steps):
-  """After each step: scale and count, as the oracles give them."""
-  scales, counts, _ = interop_replay.replay(policy, state, steps)
-  return list(zip(scales, counts, strict=True))
-
-
-def draw_strings(n, hysteresis=1):
-  """Steps that distinguish rules of this window."""
-  yield from ("F" * (3 * n + 3), "T" * (hysteresis + 4), "FT" * 10)
-  yield from (("F" * i + "T") * 5 for i in (n - 1, n, n + 1))
-  bursts = (2, 3, hysteresis + 3)
-  yield "".join("F" * (n + 1) + "T" * k + "F" * n for k in bursts)
-  rng = random.Random(n)
-  yield from ("".join(rng.choices("FT", [4, k], k=60)) for k in (1, 4, 16))
-
-
-AMP_RULES = [
-  {"window": 3, "low": None, "high": 2.0**24},
-  {"window": 1, "low": 2.0**3, "high": 2.0**18},
-  {"window": 2, "low": 2.0**14, "high": 2.0**17},
-]
-
-
-@pytest.mark.parametrize("rule", AMP_RULES)
-def test_amp_continues_from_its_state_dict_like_the_simulated_rule(rule):
-  settings = {
-    "scale_window": rule["window"],
-    "min_loss_scale": rule["low"],
-    "max_loss_scale": rule["high"],
-  }
-  for steps in draw_strings(rule["window"]):
-    policy, state = interop.from_apex({}, **settings)
-    trace = list(simulate_amp(steps, scale=2.0**16, **rule))
-    assert run_policy(policy, state, steps) == trace
-    half = len(steps) // 2
-    scale, unskipped = trace[half - 1]
-    saved = {"loss_scaler0": {"loss_scale": scale, "unskipped": unskipped}}
-    policy, state = interop.from_apex(saved, **settings)
-    assert run_policy(policy, state, steps[half:]) == trace[half:]
-
-
-def read_kernel(window, hysteresis, scale, growth, tracker):
-  saved = {
-    "current_scale": np.array([scale], np.float32),
-    "growth_tracker": np.array([growth], np.int32),
-    "hysteresis_tracker": np.array([tracker], np.int32),
-  }
-  own = {"growth_interval": window, "hysteresis": hysteresis}
-  return interop.from_apex(saved, **samples.KERNEL_SETTINGS | own)
-
-
-def read_nemo(window, hysteresis, scale, growth, tracker):
-  saved = {"scale": scale, "_growth_tracker": growth}
-  tensor = np.array([tracker], np.int32)
-  settings = {**samples.TORCH, "growth_interval": window}
-  settings |= {**saved, "_hysteresis_tracker": tensor}
-  return interop.from_torch(settings, hysteresis=hysteresis)
-
-
-@pytest.mark.parametrize("read", [read_kernel, read_nemo])
-@pytest.mark.parametrize("window, hysteresis", [(3, 1), (2, 2), (4, 3)])
-def test_a_hysteresis_tracker_continues_like_the_rule(read, window, hysteresis):
-  for steps in draw_strings(window, hysteresis):
-    start = {"scale": 2.0**16, "tracker": hysteresis}
-    rule = {"window": window, "hysteresis": hysteresis}
-    trace = list(simulate_kernel(steps, **rule, **start))
-    states = [(2.0**16, 0, hysteresis), *trace]
-    for half in (0, len(steps) // 2, len(steps) - 2):
-      policy, state = read(window, hysteresis, *states[half])
-      expected = [(scale, growth) for scale, growth, _ in trace[half:]]
-      assert run_policy(policy, state, steps[half:]) == expected
-
-
 def test_factors_other_than_powers_of_two_may_differ_in_the_last_bit():
   """torch multiplies a float32 scale by a float64 factor; ours is float32."""
   rule = {**samples.TORCH, "growth_factor": 1.1, "growth_interval": 1}
@@ -293,18 +132,6 @@ def test_factors_other_than_powers_of_two_may_differ_in_the_last_bit():
     np.testing.assert_array_max_ulp(ours, theirs, maxulp=1)
     differ += bool(ours != theirs)
   assert 0 < differ < 100
-
-
-def test_amp_starts_below_its_max_loss_scale():
-  policy, _ = interop.from_apex({}, max_loss_scale=2.0**10)
-  assert policy.init_scale == 2.0**10
-
-
-def test_one_of_several_losses_is_selected_by_its_id():
-  losses = ({"loss_scale": 2.0**i, "unskipped": i} for i in range(3))
-  saved = {f"loss_scaler{i}": loss for i, loss in enumerate(losses)}
-  _, state = interop.from_apex(saved, loss_id=2)
-  assert (state.loss_scale, state.finite_count) == (4.0, 2)
 
 
 # Whole training runs of a linear model: 30 steps, 8 of them with an inf among

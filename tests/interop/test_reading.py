@@ -1,7 +1,6 @@
 """The input that the functions of interop accept, and their results."""
 
 import dataclasses
-import types
 
 from flax.training import dynamic_scale
 from helpers import interop_samples as samples
@@ -79,8 +78,6 @@ QUARTERS = {**samples.TF_1, "multiplier": 4.0}
 BY_QUARTERS = ols.DynamicLossScale(64.0, 4.0, 0.25, growth_interval=20)
 OLD_QUARTERS = make_old_optimizer(serialize("DynamicLossScale", QUARTERS))
 FIXED_8 = serialize("FixedLossScale", {"loss_scale_value": 8.0})
-AMP_8 = {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 900}}
-PADDLE_8 = {**samples.PADDLE, "scale": 8.0, "use_dynamic_loss_scaling": False}
 TF_8 = {"dynamic": False, "initial_scale": 8, "dynamic_growth_steps": None}
 KERAS_3 = {**samples.KERAS_3, "inner_optimizer": {}, "name": "x"}
 OLD_SERIALIZED = serialize("MixedPrecisionLossScaleOptimizer", OLD_QUARTERS)
@@ -102,17 +99,8 @@ DYNAMIC = ols.DynamicLossScale()
 # Who reads, what is read, and the policy that it is.
 POLICIES = [
   (interop.from_torch, {}, OFF),
-  (interop.from_paddle, {}, OFF),
-  (interop.from_deepspeed, {"enabled": False}, OFF),
   (samples.make_lookalike("NoOpLossScale"), {"loss_scale": 1}, OFF),
-  (interop.from_paddle, PADDLE_8, FIXED),
-  (interop.from_deepspeed, {**samples.FP16, "loss_scale": 8}, FIXED),
-  (interop.from_megatron, {"loss_scale": 8}, FIXED),
-  (lambda x: interop.from_megatron(x, {}), {"loss_scale": 8}, FIXED),
-  (lambda x: interop.from_apex({}, loss_scale=x), 8, FIXED),
-  (lambda x: interop.from_apex(AMP_8, loss_scale=x), 8, FIXED),
   (samples.make_lookalike("StaticLossScale"), {"loss_scale": 8}, FIXED),
-  (samples.make_lookalike("StaticLossScaler"), {"scale_value": 8}, FIXED),
   (KERAS, 8, FIXED),
   (lambda x: KERAS(x, {}), 8.0, FIXED),
   (KERAS, {"loss_scale_value": 8.0}, FIXED),
@@ -142,105 +130,3 @@ def test_each_way_to_write_a_loss_scale_is_read(read, given, policy):
 def test_arguments_override_the_fields_of_flax():
   policy, _ = interop.from_flax(samples.FLAX, growth_interval=3)
   assert policy.growth_interval == 4
-
-
-class Settings:
-  """As those whose attributes are keys: one that is missing is a KeyError."""
-
-  def __init__(self, **values):
-    self.values = values
-
-  def __getattr__(self, name):
-    return self.__dict__["values"][name]
-
-
-@pytest.mark.parametrize("kind", [Settings, types.SimpleNamespace])
-def test_settings_may_be_the_attributes_of_an_object(kind):
-  for call, values in (
-    (interop.from_megatron, samples.MEGATRON),
-    (interop.from_fairseq, samples.FAIRSEQ),
-    (lambda x: interop.from_deepspeed(samples.FP16, x), samples.DEEPSPEED),
-  ):
-    assert call(kind(**values, lr=0.1, dtype=object())) == call(values)
-
-
-def test_a_deepspeed_scaler_without_hysteresis_need_not_store_it():
-  state = {k: v for k, v in samples.DEEPSPEED.items() if k != "cur_hysteresis"}
-  settings = {**samples.FP16, "hysteresis": 1}
-  assert interop.from_deepspeed(settings, state)[1].loss_scale == 1024
-
-
-def deepspeed_scaler(init_scale, delayed_shift):
-  """DeepSpeed's DynamicLossScaler of a ZeRO checkpoint, after three steps."""
-  return types.SimpleNamespace(
-    cur_scale=init_scale,
-    dynamic=True,
-    cur_iter=3,
-    last_overflow_iter=-1,
-    scale_factor=2.0,
-    scale_window=1000,
-    min_scale=1,
-    delayed_shift=delayed_shift,
-    cur_hysteresis=delayed_shift,
-    consecutive_hysteresis=False,
-    raise_error_at_min_scale=True,
-  )
-
-
-# The version, what is set of a dynamic scale, and the power and the hysteresis
-# of the scaler that ZeRO makes of it.
-DEEPSPEED_DEFAULTS = [
-  ("0.7.7", {}, 32, 1),
-  ("0.7.7", {"hysteresis": 2}, 32, 2),
-  ("0.8.0", {}, 32, 1),
-  ("0.8.0", {"min_loss_scale": 1}, 16, 2),
-  ("0.9.2", {"consecutive_hysteresis": False}, 32, 1),
-  ("0.9.3", {"consecutive_hysteresis": False}, 16, 2),
-  ("0.17.0", {}, 32, 1),
-  ("0.17.0", {"loss_scale_window": 1000}, 16, 2),
-  ("0.17.0", {"loss_scale_window": None}, 32, 1),
-  ("0.17.1", {}, 16, 2),
-]
-
-
-@pytest.mark.parametrize("version, block, power, hyst", DEEPSPEED_DEFAULTS)
-def test_a_deepspeed_block_has_the_defaults_of_its_version(
-  version, block, power, hyst
-):
-  block = {"enabled": True, "loss_scale": 0, **block}
-  policy, _ = interop.from_deepspeed(block, version=version)
-  assert (policy.init_scale, policy.hysteresis) == (2.0**power, hyst)
-  assert policy.growth_interval == 1000
-  # Its settings must agree with those of the block.
-  saved = deepspeed_scaler(2.0**power, hyst)
-  _, state = interop.from_deepspeed(block, saved, version)
-  assert (state.loss_scale, state.finite_count) == (2.0**power, 3)
-
-
-def test_before_deepspeed_read_it_consecutive_hysteresis_has_no_effect():
-  block = {"hysteresis": 2, "consecutive_hysteresis": True}
-  for version, refill in ("0.9.2", "growth"), ("0.9.3", "finite"):
-    policy, _ = interop.from_deepspeed(block, version=version)
-    assert policy.hysteresis_refill == refill
-
-
-@pytest.mark.parametrize("block", [{"loss_scale": 8}, {"enabled": False}])
-def test_the_scaler_of_a_fixed_deepspeed_scale_is_read(block):
-  scale = float(block.get("loss_scale", 1))
-  for saved in (
-    {"cur_scale": scale},
-    types.SimpleNamespace(cur_scale=scale),  # before 0.9
-    types.SimpleNamespace(cur_scale=scale, dynamic=False),
-  ):
-    policy, state = interop.from_deepspeed(block, saved)
-    assert policy == ols.FixedLossScale(scale)
-    assert state.loss_scale == scale
-
-
-def test_the_version_names_the_rule():
-  for version in ("0.9.5", "0.16.9", "0.17", "0.17.0", "0.17.0+cu12"):
-    policy, _ = interop.from_deepspeed(samples.FP16, version=version)
-    assert isinstance(policy, ols.DynamicLossScale)
-  for version in ("0.17.1", "0.17.3+abc", "0.18", "0.19.8", "1.0"):
-    policy, _ = interop.from_deepspeed(samples.FP16, version=version)
-    assert isinstance(policy, interop.DeepSpeedLossScale)

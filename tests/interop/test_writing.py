@@ -133,8 +133,7 @@ def test_a_rule_that_the_other_side_lacks_is_not_written(write):
 def test_only_policies_of_the_other_system_are_written(write):
   state = ols.DynamicLossScale().init()
   for policy in (
-    interop.DeepSpeedLossScale(),
-    interop.FairseqLossScale(10),
+    ols.HeadroomLossScale(),
     "dynamic",
     None,
     ols.DynamicLossScale,

@@ -52,14 +52,9 @@ def compare():
 
 # Each function that reads, and its row in the table of valid values.
 READERS = {
-  interop.from_apex: "apex, kernel",
-  interop.from_deepspeed: "DeepSpeed, state",
-  interop.from_fairseq: "fairseq",
   interop.from_flax: "Flax",
   interop.from_jmp: "jmp",
   interop.from_keras: "Keras 3",
-  interop.from_megatron: "Megatron, state",
-  interop.from_paddle: "Paddle",
   interop.from_torch: "torch",
 }
 # Each is called with what is not on a device yet, or must be read back.

@@ -36,7 +36,7 @@ state = ols.DynamicLossScale().init()
 # Correct code.
 ols.with_loss_scaling(tx)
 ols.with_loss_scaling(optax.MultiSteps(tx, 2), "headroom", max_norm=1.0)
-ols.with_loss_scaling(tx, ols.interop.DeepSpeedLossScale())
+ols.with_loss_scaling(tx, ols.HeadroomLossScale())
 ols.with_loss_scaling(tx, jnp.float32(8.0))
 ols.loss_scale_metrics(state, policy="dynamic", steps=1)
 ols.raise_if_stuck(state, max_consecutive_skips=8)

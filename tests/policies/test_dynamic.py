@@ -123,10 +123,20 @@ def test_a_policy_of_the_page_on_migrating_follows_the_rule(scaler):
   steps = "FFTFTTT" + 2100 * "F" + "TFTT"
   if scaler == "to_non_native_fp16":
     steps = 1200 * "F" + "TTT"
-  found = run_scales(read_policy(rf"^\|.*{scaler}.*\| `(ols\..*)` \|$"), steps)
+  policy = read_policy(rf"^\| [^|]*{scaler}[^|]*\| `(ols\.[^`]*)` \|")
+  found = run_scales(policy, steps)
   # The float32 factor of 2**0.001 differs by 6e-8, in each of 2,000 steps.
   expected = [*SCALERS[scaler](steps)]
   np.testing.assert_allclose(found, expected, rtol=2e-4)
+
+
+def test_the_settings_of_other_scalers_on_the_page_make_a_policy():
+  rows = re.findall(r"\| `(ols\.[^`]*)` \| `([^`]*)` \|", PAGE)
+  for call, defaults in rows:
+    settings = eval(f"dict({defaults})")
+    policy = eval(call, {"ols": ols, **settings})
+    assert run_scales(policy, "FT")[0] == policy.init_scale
+  assert len(rows) == 5
 
 
 def test_the_policy_of_the_page_continues_a_hand_written_scale():

@@ -17,7 +17,6 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import interop
 
 FORGETFUL = {
   "fixed": ols.FixedLossScale(8.0),
@@ -31,10 +30,6 @@ REMEMBERING = {
   "headroom, float8": ols.HeadroomLossScale(
     dtype=jnp.float8_e5m2, margin=-2, amax_history_len=1
   ),
-  "deepspeed": interop.DeepSpeedLossScale(2.0**10, 3, 4.0, 2),
-  "deepspeed, consecutive": interop.DeepSpeedLossScale(1024, 2, 4, 3, True),
-  "fairseq": interop.FairseqLossScale(3, 2.0**10, 0.3, None, 2.0),
-  "fairseq, threshold": interop.FairseqLossScale(2, 2.0**6, 0.0, 16.0),
 }
 ALL = FORGETFUL | REMEMBERING
 QUICK = "dynamic, hysteresis", "headroom"
@@ -82,7 +77,7 @@ def step(policy, state, finite, amax=2.0**-10):
 def test_a_policy_is_a_frozen_record_that_prints_as_it_is_written(policy):
   assert isinstance(policy, ols.LossScalePolicy)
   assert hash(policy) == hash(pickle.loads(pickle.dumps(policy)))
-  names = {**vars(ols), **vars(interop), "dtype": np.dtype, **vars(jnp)}
+  names = {**vars(ols), "dtype": np.dtype, **vars(jnp)}
   assert eval(repr(policy), names) == policy
   assert type(policy)(**dataclasses.asdict(policy)) == policy
   with pytest.raises(dataclasses.FrozenInstanceError):
@@ -283,8 +278,6 @@ ARRAYS = [
   (ols.DynamicLossScale, {"init_scale": 8.0, "growth_interval": 3}),
   (ols.FixedLossScale, {"scale": 8.0}),
   (ols.HeadroomLossScale, {"amax_history_len": 3, "margin": 1}),
-  (interop.DeepSpeedLossScale, {"init_scale": 8.0, "hysteresis": 2}),
-  (interop.FairseqLossScale, {"growth_interval": 3, "threshold": 2.0}),
 ]
 
 
@@ -304,15 +297,12 @@ def test_hyperparameters_may_be_arrays_and_no_step_deletes_them(row, as_array):
   assert has_same_bits(got, step(step(kind(**numbers).init(), False), True))
 
 
-@pytest.mark.parametrize(
-  "kind", [ols.DynamicLossScale, interop.DeepSpeedLossScale]
-)
-def test_hyperparameters_traced_into_a_policy_do_not_share_state_buffers(kind):
+def test_hyperparameters_traced_into_a_policy_do_not_share_state_buffers():
   scale, hysteresis = jnp.float32(8), jnp.int32(2)
 
   @jax.jit
   def init(scale, hysteresis):
-    return kind(init_scale=scale, hysteresis=hysteresis).init()
+    return ols.DynamicLossScale(scale, hysteresis=hysteresis).init()
 
   state = init(scale, hysteresis)
   jax.jit(lambda x: jax.tree.map(jnp.copy, x), donate_argnums=0)(state)
