@@ -64,9 +64,6 @@ class Problem(NamedTuple):
   keep_float32: tuple[str, ...] = ()
   loss_scale: float | None = None
 
-  def __str__(self) -> str:
-    return f"{self.cause} {self.fix}"
-
 
 def fill_in_names(
   problem: Problem,
