@@ -109,9 +109,7 @@ class Model:
   def switch(self, policy):
     """Goes on by another policy, and with its policy state if that fits."""
     new_policy_state = make_initial_policy_state(policy)
-    if new_policy_state is not None and type(new_policy_state) is not type(
-      self.policy_state
-    ):
+    if type(new_policy_state) is not type(self.policy_state):
       self.policy_state = new_policy_state
     self.policy = policy
 

@@ -153,7 +153,7 @@ def switch_policy(state, policy):
   fresh = policy.init().policy_state
   scale_state = state.loss_scale_state
   structures = map(jax.tree.structure, (fresh, scale_state.policy_state))
-  if jax.tree.leaves(fresh) and len(set(structures)) == 2:
+  if len(set(structures)) == 2:
     scale_state = scale_state._replace(policy_state=fresh)
   return state._replace(loss_scale_state=scale_state)
 
