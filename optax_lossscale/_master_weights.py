@@ -1,8 +1,8 @@
 """``with_master_weights``: float32 copies of half-precision parameters."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 from jax import lax
@@ -38,6 +38,9 @@ class MasterWeightsState(NamedTuple):
 
   remainder: Any
   inner_state: Any
+
+  def __getattr__(self, name: str) -> NoReturn:
+    raise_missing_attribute(self, name)
 
 
 def with_master_weights(
@@ -195,7 +198,7 @@ def get_master_weights(state: Any, params: Any) -> Any:
     >>> print(params, ols.get_master_weights(opt_state, params))
     1 0.999
   """
-  states = _find_states(state)
+  states = find_master_weights_states(state)
   if not states:
     raise ValueError(
       "state must hold a MasterWeightsState, got a"
@@ -203,14 +206,12 @@ def get_master_weights(state: Any, params: Any) -> Any:
       " `tx.init(params)` returned, with tx = with_master_weights(optimizer),"
       " or the train state or optimizer object that contains it."
     )
-  leaves: list[Any] = jax.tree.leaves(params)
-  treedef: Any = jax.tree.structure(params)
-  masters = leaves
+  leaves = masters = jax.tree.leaves(params)
   for found in states:
     fields = found if isinstance(found, Mapping) else found._asdict()
     # By the order of the leaves, since Flax NNX has variables of another class
     # in the state than in the parameters.
-    remainders = _leaves(fields["remainder"], _is_masked)
+    remainders = jax.tree.leaves(fields["remainder"], _is_masked)
     if not _has_shapes_of(leaves, remainders):
       raise ValueError(
         "state must hold the master weights of params, got the masters of a"
@@ -221,39 +222,42 @@ def get_master_weights(state: Any, params: Any) -> Any:
       m if _is_masked(r) else _join(p, r)
       for m, p, r in zip(masters, leaves, remainders, strict=True)
     ]
-  return _to_float32(treedef.unflatten(masters))
+  return _to_float32(jax.tree.unflatten(jax.tree.structure(params), masters))
 
 
-def has_master_weights(tree: Any) -> bool:
-  """Return whether the tree holds a :class:`MasterWeightsState`."""
-  return bool(_find_states(tree))
+def raise_missing_attribute(state: Any, name: str) -> NoReturn:
+  """Say where to find an attribute of the wrapped optimizer's state."""
+  raise AttributeError(
+    f"{type(state).__name__} has no attribute {name!r}. Use"
+    " opt_state.inner_state, which is the state of the wrapped optimizer, or"
+    f" optax.tree.get(opt_state, {name!r})."
+  )
 
 
-def _find_states(tree: Any) -> list[Any]:
-  return [x for x in _leaves(tree, _is_state) if _is_state(x)]
+def find_master_weights_states(tree: Any) -> list[Any]:
+  """Return all states of `with_master_weights` in the tree."""
+  return [x for x in jax.tree.leaves(tree, _is_state) if _is_state(x)]
 
 
 def _convert_extra_arg(arg: Any, params: Any) -> Any:
   """Cast an argument to float32; let a function take the params' dtypes."""
   if not callable(arg):
     return _to_float32(arg)
-  fun: Callable[..., Any] = arg
 
-  @functools.wraps(fun)
+  @functools.wraps(arg)
   def wrapper(masters: Any, *args: Any, **kwargs: Any) -> Any:
     cast = lambda p, m: m.astype(p.dtype) if _is_half(p) else m
-    return fun(jax.tree.map(cast, params, masters), *args, **kwargs)
+    return arg(jax.tree.map(cast, params, masters), *args, **kwargs)
 
   return wrapper
 
 
 def _init_remainder(param: Any) -> Any:
   """Return the remainder of a master that equals its parameter."""
-  dtype = _remainder_dtype(param)
-  if dtype is None:
+  if not _is_half(param):
     return optax.MaskedNode()
-  if dtype == jnp.int16:
-    return jnp.zeros_like(param, dtype)
+  if param.dtype == jnp.bfloat16:
+    return jnp.zeros_like(param, jnp.int16)
   return _to_float32(param)
 
 
@@ -392,10 +396,6 @@ def _is_state(x: Any) -> bool:
   is_mapping = isinstance(x, Mapping)
   has_fields = is_mapping and set(x) == set(MasterWeightsState._fields)
   return has_fields or isinstance(x, MasterWeightsState)
-
-
-def _leaves(tree: Any, is_leaf: Callable[[Any], bool]) -> list[Any]:
-  return jax.tree.leaves(tree, is_leaf=is_leaf)
 
 
 def _has_shapes_of(leaves: list[Any], remainders: list[Any]) -> bool:

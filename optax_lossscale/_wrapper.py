@@ -1,6 +1,6 @@
 """``with_loss_scaling``: loss scaling as an Optax gradient transformation."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 from jax import lax
@@ -40,6 +40,9 @@ class WithLossScalingState(NamedTuple):
 
   loss_scale_state: _state.LossScaleState
   inner_state: Any
+
+  def __getattr__(self, name: str) -> NoReturn:
+    _master_weights.raise_missing_attribute(self, name)
 
 
 def with_loss_scaling(
@@ -290,7 +293,7 @@ def _check_inner_state(inner_state: Any) -> None:
       " state already holds a loss scale. Call with_loss_scaling only once, as"
       " the outermost wrapper."
     )
-  if _master_weights.has_master_weights(inner_state):
+  if _master_weights.find_master_weights_states(inner_state):
     # Its updates would be rounded to the dtypes of the parameters.
     raise ValueError(
       "inner must be an optimizer without master weights, got an optimizer"

@@ -1,5 +1,8 @@
 """A wrong call is answered with what is wrong, what came, and what to do."""
 
+import copy
+import pickle
+
 import equinox as eqx
 from flax import nnx
 from helpers.policy_models import run_policy
@@ -175,6 +178,46 @@ def test_update_refuses_the_pair_that_value_and_grad_returns():
     jax.eval_shape(SCALED.update, params, opt_state, params)
   frozen = np.ones(2), None
   jax.eval_shape(SCALED.update, frozen, SCALED.init(frozen))
+
+
+each_wrapper = pytest.mark.parametrize(
+  "wrap", [ols.with_loss_scaling, ols.with_master_weights]
+)
+
+
+@each_wrapper
+def test_a_missing_attribute_of_a_state_leads_to_the_inner_state(wrap):
+  params = np.ones(2)
+  for inner, name in {
+    optax.inject_hyperparams(optax.sgd)(0.5): "hyperparams",
+    optax.MultiSteps(TX, 2): "gradient_step",
+    optax.contrib.schedule_free_sgd(0.5): "b1",
+  }.items():
+    opt_state = wrap(inner).init(params)
+    text = get_message(
+      AttributeError, lambda s=opt_state, n=name: getattr(s, n)
+    )
+    assert f"{type(opt_state).__name__} has no attribute {name!r}" in text
+    assert "opt_state.inner_state" in text
+    assert f"optax.tree.get(opt_state, {name!r})" in text
+    # The advice, followed.
+    value = optax.tree.get(opt_state, name)
+    assert value is getattr(opt_state.inner_state, name)
+
+
+@each_wrapper
+def test_a_missing_attribute_of_a_state_is_missing_for_all_protocols(wrap):
+  opt_state = wrap(optax.adam(1.0)).init(np.ones(2))
+  for name in "__array__", "__jax_array__", "dtype":
+    assert not hasattr(opt_state, name)
+  treedef = jax.tree.structure(opt_state)
+  for copied in (
+    pickle.loads(pickle.dumps(opt_state)),
+    copy.copy(opt_state),
+    copy.deepcopy(opt_state),
+    opt_state._replace(inner_state=opt_state.inner_state),
+  ):
+    assert jax.tree.structure(copied) == treedef
 
 
 BOTH = ols.value_and_grad, ols.grad
