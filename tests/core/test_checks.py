@@ -187,7 +187,7 @@ each_wrapper = pytest.mark.parametrize(
 
 @each_wrapper
 def test_a_missing_attribute_of_a_state_leads_to_the_inner_state(wrap):
-  params = np.ones(2)
+  params = np.ones(2, np.float32)
   for inner, name in {
     optax.inject_hyperparams(optax.sgd)(0.5): "hyperparams",
     optax.MultiSteps(TX, 2): "gradient_step",
@@ -207,7 +207,7 @@ def test_a_missing_attribute_of_a_state_leads_to_the_inner_state(wrap):
 
 @each_wrapper
 def test_a_missing_attribute_of_a_state_is_missing_for_all_protocols(wrap):
-  opt_state = wrap(optax.adam(1.0)).init(np.ones(2))
+  opt_state = wrap(optax.adam(1.0)).init(np.ones(2, np.float32))
   for name in "__array__", "__jax_array__", "dtype":
     assert not hasattr(opt_state, name)
   treedef = jax.tree.structure(opt_state)
