@@ -124,8 +124,7 @@ def with_master_weights(
   .. seealso:: :func:`get_master_weights`
   """
   if isinstance(inner, optax.MultiSteps):
-    # Not inner.gradient_transformation(), whose `update` takes no extra
-    # arguments.
+    # inner.gradient_transformation() would drop the extra arguments.
     inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
   if not isinstance(inner, optax.GradientTransformation):
     raise TypeError(
@@ -254,10 +253,11 @@ def _convert_extra_arg(arg: Any, params: Any) -> Any:
 
 def _init_remainder(param: Any) -> Any:
   """Return the remainder of a master that equals its parameter."""
-  if not _is_half(param):
+  dtype = _remainder_dtype(param)
+  if dtype is None:
     return optax.MaskedNode()
-  if param.dtype == jnp.bfloat16:
-    return jnp.zeros_like(param, jnp.int16)
+  if dtype == jnp.int16:
+    return jnp.zeros_like(param, dtype)
   return _to_float32(param)
 
 
