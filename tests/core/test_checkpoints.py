@@ -5,6 +5,7 @@ import itertools
 from flax import serialization
 from helpers import mark_slow_params, parametrize_slow
 from helpers.bits import assert_same_bits
+from helpers.checkpoints import restore_by_msgpack, restore_by_orbax
 from helpers.small_model import (
   init_params,
   loss_fn,
@@ -60,25 +61,13 @@ def run(request):
   return Run(POLICIES[request.param])
 
 
-def resume_from_msgpack(carry, target, folder):
-  return serialization.from_bytes(target, serialization.to_bytes(carry))
-
-
-def resume_from_orbax(carry, target, folder):
-  with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(folder / "state", carry)
-    checkpointer.wait_until_finished()
-    shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, target)
-    return checkpointer.restore(folder / "state", shapes)
-
-
 CUTS = [
-  *itertools.product([resume_from_msgpack], range(STEPS + 1)),
-  *itertools.product([resume_from_orbax], [1, 3, 5]),
+  *itertools.product([restore_by_msgpack], range(STEPS + 1)),
+  *itertools.product([restore_by_orbax], [1, 3, 5]),
 ]
 
 
-@parametrize_slow("case", [(resume_from_msgpack, 3)], CUTS)
+@parametrize_slow("case", [(restore_by_msgpack, 3)], CUTS)
 def test_a_resumed_run_equals_one_without_a_break(run, case, tmp_path):
   resume, cut = case
   overflows = [False, True, False, False, True, True]

@@ -2,18 +2,15 @@
 
 import functools
 import inspect
-import json
-import os
 import pickle
 import platform
-import subprocess
-import sys
 
 import equinox as eqx
-from flax import nnx, serialization
+from flax import nnx
 from flax.training import train_state
-from helpers import master_weights_battery, optax_battery, optimizers, ROOT
+from helpers import master_weights_battery, optax_battery, optimizers
 from helpers.bits import assert_same_bits
+from helpers.checkpoints import restore_by_msgpack, restore_by_orbax
 from helpers.devices import require_devices
 import jax
 import jax.numpy as jnp
@@ -21,7 +18,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 
 import optax_lossscale as ols
@@ -84,14 +80,7 @@ def to_bits(x):
 @pytest.mark.parametrize("module", optimizers.MODULES)
 def test_optimizers_of_optax_train_as_with_masters_by_hand(module):
   # Bit for bit, in both dtypes; one step is skipped; one trace.
-  path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-  process = subprocess.run(
-    [sys.executable, "-W", "ignore", master_weights_battery.__file__, module],
-    env=os.environ | optax_battery.ENVIRONMENT | {"PYTHONPATH": path},
-    stdout=subprocess.PIPE,
-    check=True,
-  )
-  found = json.loads(process.stdout)
+  found = optax_battery.run_script(master_weights_battery, module)
   assert found == {name: [] for name in optimizers.get_factories(module)}
 
 
@@ -365,18 +354,6 @@ def test_hyperparameters_stay_float32():
 
 def restore_by_pickle(tree, target, folder):
   return pickle.loads(pickle.dumps(tree))
-
-
-def restore_by_msgpack(tree, target, folder):
-  return serialization.from_bytes(target, serialization.to_bytes(tree))
-
-
-def restore_by_orbax(tree, target, folder):
-  with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(folder / "state", tree)
-    checkpointer.wait_until_finished()
-    shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, target)
-    return checkpointer.restore(folder / "state", shapes)
 
 
 @pytest.mark.parametrize(

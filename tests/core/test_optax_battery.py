@@ -3,13 +3,9 @@
 import functools
 import inspect
 import itertools
-import json
-import os
 import platform
-import subprocess
-import sys
 
-from helpers import optax_battery, optimizers, parametrize_slow, ROOT
+from helpers import optax_battery, optimizers, parametrize_slow
 from helpers.bits import assert_same_bits
 from helpers.small_model import init_params
 import jax
@@ -52,14 +48,7 @@ QUICK = "optax.adamw", "optax.polyak_sgd", "optax.lbfgs"
 def test_wrapped_optimizers_equal_bare_ones_bit_for_bit(module):
   # At the scales 1 and 2**15, with gradients scaled and true; a skipped step
   # is as if it had not been; one trace; the loss falls.
-  path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-  process = subprocess.run(
-    [sys.executable, "-W", "ignore", optax_battery.__file__, module],
-    env=os.environ | optax_battery.ENVIRONMENT | {"PYTHONPATH": path},
-    stdout=subprocess.PIPE,
-    check=True,
-  )
-  found = json.loads(process.stdout)
+  found = optax_battery.run_script(optax_battery, module)
   assert found == {name: [] for name in optimizers.get_factories(module)}
 
 

@@ -4,15 +4,13 @@ Run as a script, like `optax_battery`: it prints, as JSON, the problems of each
 optimizer.
 """
 
-import json
-import sys
-
 import jax
 import jax.numpy as jnp
 import optax
 
+from helpers import optax_battery
 from helpers.bits import has_same_bits
-from helpers.optimizers import compute_loss_and_grads, extra_args, get_factories
+from helpers.optimizers import compute_loss_and_grads, extra_args
 from helpers.small_model import (
   init_params,
   loss_fn,
@@ -107,14 +105,5 @@ def list_problems(name, factory, kwargs):
   return problems
 
 
-def main():
-  jax.config.update("jax_platforms", "cpu")
-  results = {
-    name: list_problems(name, factory, kwargs)
-    for name, (factory, kwargs) in get_factories(sys.argv[1]).items()
-  }
-  print(json.dumps(results))
-
-
 if __name__ == "__main__":
-  main()
+  optax_battery.main(list_problems)

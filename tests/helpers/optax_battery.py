@@ -11,11 +11,14 @@ compared bit for bit.
 
 import itertools
 import json
+import os
+import subprocess
 import sys
 
 import jax
 import optax
 
+from helpers import ROOT
 from helpers.bits import has_same_bits
 from helpers.optimizers import compute_loss_and_grads, extra_args, get_factories
 from helpers.small_model import (
@@ -118,7 +121,19 @@ def list_problems(name, factory, kwargs):
   return problems
 
 
-def main():
+def run_script(script, module):
+  """Return what a battery prints, of the optimizers of a module of Optax."""
+  path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+  process = subprocess.run(
+    [sys.executable, "-W", "ignore", script.__file__, module],
+    env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
+    stdout=subprocess.PIPE,
+    check=True,
+  )
+  return json.loads(process.stdout)
+
+
+def main(list_problems):
   jax.config.update("jax_platforms", "cpu")
   results = {
     name: list_problems(name, factory, kwargs)
@@ -128,4 +143,4 @@ def main():
 
 
 if __name__ == "__main__":
-  main()
+  main(list_problems)
