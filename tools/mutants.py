@@ -204,7 +204,7 @@ def find_files(item: WorkItem, files: dict[int, set[str]]) -> set[str]:
     if isinstance(node, ast.FunctionDef)
     and node.lineno <= line <= node.end_lineno
   ]
-  # Of functions in functions, the innermost one.
+  # The innermost function, if functions are nested.
   lines = min(functions, key=len, default=files)
   return set().union(*(files.get(line, ()) for line in lines))
 

@@ -205,7 +205,7 @@ def rename_tags(
 ) -> _eqns.ClosedJaxpr:
   """Rename the tags of a program, in program order.
 
-  A jaxpr that is called twice becomes two jaxprs, with tags of their own.
+  A jaxpr that is called twice becomes two jaxprs, whose tags may differ.
 
   Args:
     closed_jaxpr: the program.

@@ -50,7 +50,7 @@ class StepRuns:
 
   @functools.cached_property
   def updates(self) -> dict[int, _tracing.UpdateRecord]:
-    """What each `update` did, by the number of its call."""
+    """The record of each `update`, by the number of its call."""
     return self.traced.read_updates(self.outs)
 
   @functools.cached_property

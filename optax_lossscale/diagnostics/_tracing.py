@@ -35,7 +35,7 @@ from optax_lossscale.diagnostics import (
 
 
 class UpdateRecord(NamedTuple):
-  """What a call of `update` did in a run, as arrays on the host.
+  """A call of `update` in a run, as arrays on the host.
 
   Those of a loop are stacked.
 
@@ -120,7 +120,7 @@ class TracedFunction(NamedTuple):
     return [output for output in self.outputs if output.kind == "grads"]
 
   def read_updates(self, outs: Sequence[Any]) -> dict[int, "UpdateRecord"]:
-    """Return what each call of `update` did, by its number."""
+    """Return the record of each call of `update`, by its number."""
     values: dict[int, dict[str, Any]] = {}
     for output, x in zip(self.outputs, outs, strict=True):
       if output.kind in UpdateRecord._fields:

@@ -24,7 +24,7 @@ _SUMS = {
 
 
 class Context(NamedTuple):
-  """What a fix depends on, next to the operation.
+  """Facts about an overflow that only its fix depends on.
 
   Attributes:
     is_reproduced: whether the operation by itself returns the inf or NaN.

@@ -33,8 +33,8 @@ class LayerEffects(NamedTuple):
   Attributes:
     layers: all layers.
     effect_by_layer: for each measured layer, by its index: the error of all
-      arrays together, and then of each, if this layer alone runs in half
-      precision; float64[1 + arrays].
+      arrays together, followed by that of each array, with only this layer in
+      half precision; float64[1 + arrays].
     stats: the statistics of these layers.
     measure: returns the effect of some layers together; None if only their
       magnitudes were measured.
