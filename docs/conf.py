@@ -80,6 +80,7 @@ nitpicky = True
 nitpick_ignore_regex = [
   (r"py:.*", r"(?!optax_lossscale|LossScal|.*LossScale\b).*"),
   (r"py:class", r"optax_lossscale\..*\._\w+"),  # variables of types
+  (r"py:class", r".*\._overflow\._report\.Context"),  # of a private field
 ]
 
 # Pages and notebooks. Formulas are plain text: what sets them in a browser
