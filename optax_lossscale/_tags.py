@@ -16,6 +16,8 @@ from optax_lossscale import _grads, _paths
 
 # "scale": the loss scale, where it multiplies a loss or divides gradients.
 # "unscaled": gradients that were divided by the loss scale.
+# "backward": gradients where they leave the backward pass, if no call of this
+# package computes them. Only a report adds these.
 # "update_scale": the loss scale of an `update`, before its gradients.
 # "fixed_update_scale": the same, if the policy never changes the loss scale.
 # "grads": unscaled gradients that an `update` receives.
@@ -31,6 +33,7 @@ from optax_lossscale import _grads, _paths
 TagKind = Literal[
   "scale",
   "unscaled",
+  "backward",
   "update_scale",
   "fixed_update_scale",
   "grads",

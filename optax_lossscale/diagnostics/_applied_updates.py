@@ -28,11 +28,6 @@ _LOST_UPDATES = _reports.Problem(
   " parameters in float32, and cast them in the model to the dtype in which it"
   " computes.",
 )
-_PARTLY_LOST_UPDATES = _LOST_UPDATES._replace(
-  cause="{fraction:.0%} of the updates don't change their parameters: they are"
-  " smaller than the distance to the next number of {dtype}."
-)
-
 _UNCHANGED_PARAMS = _reports.Problem(
   "The step returns the old parameters, although the updates are not zero.",
   "Return the new parameters: params = optax.apply_updates(params, updates).",
@@ -43,8 +38,6 @@ KEPT_BACK = (
   " Check a step in which they change."
 )
 
-# The fraction of updates that may be lost in half precision.
-_MAX_LOST_FRACTION = 0.5
 _FLOAT32_EPS = float(jnp.finfo(jnp.float32).eps)
 
 
@@ -105,17 +98,19 @@ def check_changes(
       if output.is_trained and i in output.new_updates
     ]
     pairs = _drop_scalars(pairs)
-    has_changed = _host_values.is_any_different(pairs)
-    updates = _list_updates(runs, i)
-    if not pairs or (has_changed and not _may_lose_updates(pairs)):
+    if not pairs or _host_values.is_any_different(pairs):
       continue
-    if has_changed:
-      yield from _check_lost_fraction(pairs, updates)
-    elif _responds(runs, i, None):
+    if _responds(runs, i, None):
+      updates = _list_updates(runs, i)
       yield from _explain_unchanged_params([x for x, _ in pairs], updates)
     else:
       is_inverted = _responds(runs, i, overflow_outs)
       yield _UNCHANGED_PARAMS if is_inverted else KEPT_BACK
+
+
+def is_lost(problem: _reports.Problem) -> bool:
+  """Return whether a problem is that no parameter changes."""
+  return problem.fix == _LOST_UPDATES.fix
 
 
 def _list_updates(runs: _step_runs.StepRuns, update: int) -> list[Any]:
@@ -188,37 +183,6 @@ def _explain_unchanged_params(
     )
   else:
     yield _reports.fill_in_names(_LOST_UPDATES, dtype=text)
-
-
-def _may_lose_updates(pairs: Sequence[tuple[Any, Any]]) -> bool:
-  """Return whether most entries of half-precision parameters don't change."""
-  half_pairs = [(x, y) for x, y in pairs if _get_eps(x.dtype) > _FLOAT32_EPS]
-  num_entries = sum(x.size for x, _ in half_pairs)
-  num_changed = _host_values.count_different(half_pairs)
-  return num_entries - num_changed > _MAX_LOST_FRACTION * num_entries
-
-
-def _check_lost_fraction(
-  pairs: Sequence[tuple[Any, Any]], updates: Sequence[Any]
-) -> Iterator[_reports.Problem]:
-  """Check that a step changes most parameters that have an update.
-
-  Args:
-    pairs: the results that depend on the updates, and the same for a skipped
-      step. They may also be averages or master copies of parameters.
-    updates: the updates. Those of a loop are stacked, and are not compared.
-  """
-  num_updates = _host_values.count_nonzero(updates)
-  num_lost = num_updates - _host_values.count_different(pairs)
-  is_stacked = sum(x.size for x in updates) > sum(x.size for x, _ in pairs)
-  if is_stacked or num_lost <= _MAX_LOST_FRACTION * num_updates:
-    return
-  half_dtypes = {x.dtype for x, _ in pairs if _get_eps(x.dtype) > _FLOAT32_EPS}
-  text = " and ".join(sorted(map(str, half_dtypes)))
-  fraction = num_lost / num_updates
-  yield _reports.fill_in_names(
-    _PARTLY_LOST_UPDATES, dtype=text, fraction=fraction
-  )
 
 
 def _get_eps(dtype: Any) -> float:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from optax_lossscale import _transfer_guard
 from optax_lossscale.diagnostics import (
+  _applied_updates,
+  _carried_arrays,
   _numeric_problems,
   _progress,
   _reports,
@@ -118,7 +120,6 @@ def check_step(
 
   Raises:
     TypeError: if ``fun`` is not callable, or an argument is a shape or traced.
-    ValueError: if ``fun`` does not call ``update`` of ``with_loss_scaling``.
 
   Examples:
     >>> import jax
@@ -145,26 +146,15 @@ def check_step(
   with _tracing.trace_on_host(
     "check_step", fun, args, kwargs, progress=progress, check_results=True
   ) as (traced, progress_line):
-    if not traced.grad_outputs and not traced.unreached_locations:
-      raise ValueError(
-        "check_step needs a training step that calls update of"
-        f" with_loss_scaling, got {getattr(fun, '__name__', fun)}, which does"
-        " not, or passes no gradients to it: a filter may select no parameter."
-        " For a gradient alone, use find_overflow and compare_precision."
-      )
     results = _run_reports(traced, progress_line)
     problems, passed = _judge_results(results)
-  limitations = [
-    *results.wiring.limitations,
-    *_describe_unchecked(results),
-  ]
   return StepCheck(
     problems=tuple(problems),
     passed=tuple(passed),
-    not_checked=tuple(dict.fromkeys(limitations)),
+    not_checked=tuple(dict.fromkeys(_describe_unchecked(results))),
     flops=results.flops,
     overflow=results.search.origin,
-    comparison=results.comparison and results.comparison.report,
+    comparison=results.report,
   )
 
 
@@ -173,8 +163,9 @@ class _Results(NamedTuple):
 
   flops: _count_flops.FlopCount
   search: _find_overflow.SearchResult
-  comparison: _compare_precision.ComparisonResult | None
+  report: _comparison.PrecisionComparison | None
   wiring: _wiring.Wiring
+  changes: _carried_arrays.Changes
 
 
 def _run_reports(
@@ -185,27 +176,37 @@ def _run_reports(
   # The step is run, so it need not be said that a branch may not be taken.
   flops = _count_flops.count_traced(traced._replace(cond_branch_locations=[]))
   search = _find_overflow.search_traced(traced, progress)
-  comparison = None
   # An overflow of the forward pass is seen only where the backward pass is
   # finite.
   is_hidden = search.origin is not None and _overflow_report.has_zero_grads(
     search.origin
   )
-  if traced.grad_outputs:
-    comparison = _compare_precision.compare_runs(
-      search.finite_runs if is_hidden else search.runs,
-      progress,
-      measures_all=False,
+  runs = search.finite_runs if is_hidden else search.runs
+  carried = _carried_arrays.find_carried(traced, runs.outs)
+  half_carried: list[_carried_arrays.Carried] = []
+  if search.origin is None:  # Otherwise the step in float32 may be another one.
+    half_carried = _carried_arrays.select_half(carried, runs.outs)
+  comparison = _compare_precision.compare_runs(
+    runs,
+    progress,
+    measures_all=False,
+    further_outputs=[x.output_index for x in half_carried],
+  )
+  changes = _carried_arrays.Changes()
+  if comparison is not None:
+    changes = _carried_arrays.check_changes(
+      traced, half_carried, runs.outs, comparison.outs
     )
-  wiring = _wiring.check_wiring(search, comparison)
-  return _Results(flops, search, comparison, wiring)
+  wiring = _wiring.check_wiring(search, comparison, carried)
+  report = comparison.report if comparison else None
+  return _Results(flops, search, report, wiring, changes)
 
 
 def _judge_results(
   results: _Results,
 ) -> tuple[list[_reports.Problem], list[str]]:
   """Return the problems of a step, and the checks that passed."""
-  flops, _, comparison, wiring = results
+  flops, _, report, wiring, changes = results
   numeric_problems = _find_numeric_problems(results)
   passed: list[str] = []
   if wiring.has_run and not wiring.problems and not numeric_problems:
@@ -218,16 +219,19 @@ def _judge_results(
       f"{flops.fraction:.1%} of the matmul and convolution FLOPs run in"
       f" {flops.dtype}"
     )
-  if comparison and wiring.has_run and not numeric_problems:
-    passed += _describe_errors(comparison)
-  return [*wiring.problems, *numeric_problems], passed
+  if report and wiring.has_run and not numeric_problems:
+    passed += _describe_errors(report)
+  problems = [*wiring.problems, *numeric_problems]
+  if changes.problems:  # They say which parameters stand still.
+    problems = [x for x in problems if not _applied_updates.is_lost(x)]
+  return [*problems, *changes.problems], [*passed, *changes.passed]
 
 
 def _find_numeric_problems(results: _Results) -> list[_reports.Problem]:
   """Return the problems with overflow, lost precision and zero gradients."""
-  _, search, comparison, wiring = results
+  _, search, report, wiring, _ = results
   traced = search.runs.traced
-  report = comparison.report if comparison and wiring.has_run else None
+  report = report if wiring.has_run else None
   loss_scale = _numeric_problems.read_loss_scale(
     traced, can_decrease=not wiring.problems
   )
@@ -242,39 +246,34 @@ def _find_numeric_problems(results: _Results) -> list[_reports.Problem]:
 
 
 def _describe_errors(
-  comparison: _compare_precision.ComparisonResult,
+  report: _comparison.PrecisionComparison,
 ) -> Iterator[str]:
-  report = comparison.report
   excused = report.ill_conditioned_arrays
   errors = {k: x for k, x in report.array_errors.items() if k not in excused}
   if errors:
     worst_name = max(errors, key=lambda name: errors[name])
     yield (
-      f"relative error of the gradients in {report.dtype} {report.error:.2g};"
-      f" largest in {worst_name or 'them'}, {errors[worst_name]:.2g}"
+      f"relative error of the {report.target} in {report.dtype}"
+      f" {report.error:.2g}; largest in {worst_name or 'them'},"
+      f" {errors[worst_name]:.2g}"
       + f" (without {len(excused)} ill-conditioned ones)"
       * bool(excused)
     )
-  yield f"{report.underflow_fraction:.1%} of the gradient entries underflow"
+  noun = "gradient" if report.target == "gradients" else "result"
+  yield f"{report.underflow_fraction:.1%} of the {noun} entries underflow"
 
 
 def _describe_unchecked(results: _Results) -> Iterator[str]:
-  flops, search, comparison, wiring = results
+  flops, search, report, wiring, _ = results
   if not wiring.has_run and search.origin is None:
     yield "the gradients: update is in a branch that was not taken"
-  if search.origin is not None:
-    yield "whether gradients are unscaled once, since they are not finite"
-  elif not wiring.knows_scales:
-    yield (
-      "how the loss is scaled: some gradients do not depend on a loss scale"
-      " (they are arguments of the step, or scaled by a constant)"
-    )
-  if comparison is None:
+  yield from wiring.limitations
+  if report is None:
     offer = ": ols.autocast(loss_fn) casts its matmuls" * flops.can_autocast
     yield f"half precision, to which this step rounds nothing{offer}"
-  if comparison:
-    yield from _describe_amplification(comparison.report)
-    yield from comparison.report.limitations
+  else:
+    yield from _describe_amplification(report)
+    yield from report.limitations
   yield from flops.limitations
   yield from search.limitations
 

@@ -92,7 +92,7 @@ def measure(x: Any) -> tuple[Any, Any, Any]:
   """
   aval: Any = jax.typeof(x)
   is_number = hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.number)
-  if not is_number or _eqns.is_ref(aval):
+  if not is_number or _eqns.is_ref(aval) or _is_in_host_memory(aval):
     return False, False, 0
   return _measure_numbers(x)
 
@@ -116,10 +116,19 @@ def _measure_numbers(x: Any) -> tuple[Any, Any, Any]:
   return lax.reduce(operands, identities, combine, tuple(range(x.ndim)))
 
 
-@jax.jit
 def is_finite(x: Any) -> Any:
-  """Return whether all entries are finite."""
+  """Return whether all entries are finite; bool[]."""
+  # A checkpoint policy offloads values that were checked where they were made.
+  return jnp.bool_(True) if _is_in_host_memory(jax.typeof(x)) else _is_finite(x)
+
+
+@jax.jit
+def _is_finite(x: Any) -> Any:
   return jnp.isfinite(_arrays.upcast_for_reduction(x)).all()
+
+
+def _is_in_host_memory(aval: Any) -> bool:
+  return "host" in str(getattr(aval, "memory_space", "")).lower()
 
 
 def heal(
@@ -183,7 +192,11 @@ def _find_own_entries(
 
 def _is_float(x: Any) -> bool:
   aval = jax.typeof(x)
-  return _arrays.is_inexact(aval) and not _eqns.is_ref(aval)
+  return (
+    _arrays.is_inexact(aval)
+    and not _eqns.is_ref(aval)
+    and not _is_in_host_memory(aval)
+  )
 
 
 class Operand(NamedTuple):

@@ -27,7 +27,9 @@ from optax_lossscale.diagnostics import (
 )
 
 _NEVER = np.iinfo(np.int32).max
-# The kinds of tags whose values can be changed.
+# The kinds of tags whose values can be changed, each with the number that does
+# not change them.
+_NO_CHANGE = {"unscaled": 1.0, "masked_updates": np.nan}
 
 
 class RunRecord(NamedTuple):
@@ -87,13 +89,10 @@ class InstrumentedProgram:
       if output_indices is None
       else output_indices
     )
-    tags = tags or {}
-    has_unscaled = any(group.kind == "unscaled" for group in tags.values())
-    grad_kind = "unscaled" if has_unscaled else "grads"
     self.replaceable = {
       key: group
-      for key, group in tags.items()
-      if group.kind in (grad_kind, "masked_updates")
+      for key, group in (tags or {}).items()
+      if group.kind in _NO_CHANGE
     }
     self._groups = list(dict.fromkeys(self.replaceable.values()))
     self._run = jax.jit(self._eval_program, compiler_options=compiler_options)
@@ -112,8 +111,7 @@ class InstrumentedProgram:
       inputs: its inputs.
       healed: the positions of the equations to heal.
       replaced: for some groups of tags, the number that replaces updates, or by
-        which unscaled gradients are multiplied. If there are none, those that
-        `update` receives can be multiplied.
+        which unscaled gradients are multiplied.
       has_prints: whether this run prints and logs what the program does.
 
     Returns:
@@ -122,7 +120,7 @@ class InstrumentedProgram:
     shared = _Inputs(
       np.array([key in healed for key in self.measured], bool),
       {
-        group: np.float32((replaced or {}).get(group, np.nan))
+        group: np.float32((replaced or {}).get(group, _NO_CHANGE[group.kind]))
         for group in self._groups
       },
       np.bool_(has_prints),
@@ -160,8 +158,8 @@ class _Inputs(NamedTuple):
 
   Attributes:
     is_healed: whether each measured equation is healed; bool[equations].
-    substitutes: the number that changes the values of the tags of each group;
-      NaN for no change; float32[].
+    substitutes: the number that changes the values of the tags of each group,
+      float32[].
     has_prints: whether equations that print are run; bool[].
   """
 
@@ -239,11 +237,12 @@ class _Instrumenter(_report_program.ReportEvaluator):
     if key in self._replaceable:
       group = self._replaceable[key]
       x = self.shared.substitutes[group]
-      is_update = group.kind == "masked_updates"
-      new = lambda y: (
-        jnp.full_like(y, x) if is_update else y * x.astype(y.dtype)
-      )
-      outs = [jnp.where(jnp.isnan(x), y, new(y)) for y in outs]
+      outs = [
+        y * x.astype(y.dtype)
+        if group.kind == "unscaled"
+        else jnp.where(jnp.isnan(x), y, jnp.full_like(y, x))
+        for y in outs
+      ]
     if key in self._measured:
       inputs = list(map(_as_array, inputs, eqn.invars))
       stats, old = _eqn_stats.measure_eqn(eqn, inputs, outs), state[key]

@@ -13,6 +13,7 @@ from collections.abc import (
   Mapping,
   Sequence,
 )
+import itertools
 import re
 from typing import Any, NamedTuple
 
@@ -33,7 +34,8 @@ _KINDS_OF_UPDATE = {
 }  # fmt: skip
 # The tags whose values are left out if they cannot become outputs.
 _OPTIONAL_KINDS = {
-  *_UPDATE_KINDS, "update_scale", "fixed_update_scale", "loss", "unscaled"
+  *_UPDATE_KINDS, "update_scale", "fixed_update_scale", "loss", "unscaled",
+  "backward",
 }  # fmt: skip
 
 
@@ -46,10 +48,11 @@ class Output(NamedTuple):
       ``"argument"``, if it was changed in place; or the kind of a tag:
       ``"grads"``, the gradients that `update` receives; ``"updates"``;
       ``"applied"``, which is 1 or 0, or -1 if `update` did not run;
-      ``"unscaled"``, a number that is finite if and only if a gradient that
-      `value_and_grad` returns is; ``"loss"``, its loss; ``"update_scale"``, the
-      loss scale of an `update`; ``"new_updates"``, ``"new_scale"`` and
-      ``"new_skip_count"``, what `update` returns. ``"state_scale"`` and
+      ``"unscaled"``, a number that is finite if and only if a gradient is that
+      `value_and_grad` returns, or that leaves a backward pass; ``"loss"``, its
+      loss; ``"update_scale"``, the loss scale of an `update`;
+      ``"new_updates"``, ``"new_scale"`` and ``"new_skip_count"``, what `update`
+      returns. ``"state_scale"`` and
       ``"state_skip_count"`` are fields of a loss-scale state among the results.
       ``"unused"`` is an ``"unscaled"`` gradient that no `update` receives.
     name: its path, such as ``1/kernel``.
@@ -179,6 +182,7 @@ def get_capture_fn(
   capture_fns = {
     "applied": lambda x: x.astype(jnp.int8),
     "unscaled": _nonfinite_indicator,
+    "backward": _nonfinite_indicator,
   }
   return capture_fns.get(tag.kind, _tagged_values.UNCHANGED)
 
@@ -346,7 +350,7 @@ def list_tags(regions: _regions.Regions) -> dict[_regions.Key, TagGroup]:
 
 def _get_group(tag: _tags.Tag) -> TagGroup:
   kind = tag.kind.removeprefix("scaled_").removeprefix("fixed_")
-  return TagGroup(kind, tag.call)
+  return TagGroup("unscaled" if kind == "backward" else kind, tag.call)
 
 
 def number_calls(closed_jaxpr: _eqns.ClosedJaxpr) -> _eqns.ClosedJaxpr:
@@ -380,6 +384,14 @@ def split_name(name: str) -> tuple[str, ...]:
   keys = re.findall(r"[^\[\]'\"./]+", name)
   # Flax NNX adds this key to the path of an array.
   return tuple(keys[:-1] if len(keys) > 1 and keys[-1] == "value" else keys)
+
+
+def find_common_end(paths: Iterable[Sequence[str]]) -> tuple[str, ...]:
+  """Return the last keys that all of some paths share."""
+  columns = zip(*map(reversed, paths), strict=False)
+  is_shared = lambda keys: len(set(keys)) == 1
+  end = [keys[0] for keys in itertools.takewhile(is_shared, columns)]
+  return tuple(end[::-1])
 
 
 def is_half_var(var: Any) -> bool:

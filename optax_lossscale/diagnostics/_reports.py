@@ -72,11 +72,16 @@ def fill_in_names(
   **kwargs: Any,
 ) -> Problem:
   """Insert names into a message; none if all gradients are affected."""
-  name_list = f" ({', '.join(names[:3])}{', ...' * (len(names) > 3)})"
+  name_list = f" ({format_names(names)})"
   names_text = "" if len(names) == len(all_names) else name_list
   return problem._replace(
     cause=problem.cause.format(names=names_text, **kwargs)
   )
+
+
+def format_names(names: Sequence[str]) -> str:
+  """Return the first names of a list."""
+  return f"{', '.join(names[:3])}{', ...' * (len(names) > 3)}"
 
 
 class LayerPrecision(NamedTuple):

@@ -68,33 +68,34 @@ class StepRuns:
   def run_skipped(self, replaced: Replacements) -> Sequence[Any] | None:
     """Run the step with gradients that each `update` skips.
 
-    The loss scales are inf. Gradients that no loss scale multiplies, such as
-    those of ``jax.grad``, are multiplied by inf where `update` receives them.
+    The loss scales are inf, and gradients of ``jax.grad`` that no loss scale
+    multiplies are NaN where they leave the backward pass.
 
     Args:
       replaced: the numbers that replace other tagged values.
     """
-    factors = dict.fromkeys(self._unscaled_grads, math.inf)
+    factors = dict.fromkeys(self._unscaled_grads, math.nan)
     return self.run_with_overflow(
       self.traced.scale_indices, {**factors, **replaced}
     )
 
   @functools.cached_property
   def _unscaled_grads(self) -> list[_outputs.TagGroup]:
-    """The gradients of updates that are applied if the loss scales are inf.
-
-    They may hide an overflow if the step divides gradients by a loss scale.
-    """
-    if self.overflow_outs is None or any(
-      tag.kind == "unscaled" for tag in self.traced.tags.values()
-    ):
+    """The gradients of ``jax.grad``, if loss scales of inf do not reach all."""
+    if self.overflow_outs is None:
       return []
     after = self.traced.read_updates(self.overflow_outs)
-    return [
-      _outputs.TagGroup("grads", i)
+    if all(
+      after[i].has_skipped or not update.has_run
       for i, update in self.updates.items()
-      if update.has_run and after[i].has_run and not after[i].has_skipped
-    ]
+    ):
+      return []
+    groups = {
+      _outputs.TagGroup(x.kind, x.group): None
+      for x in self.traced.outputs
+      if x.tag_kind == "backward"
+    }
+    return list(groups)
 
   def run_with_overflow(
     self, indices: Sequence[int], replaced: Replacements | None = None

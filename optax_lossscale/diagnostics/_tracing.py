@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import contextlib
 import functools
 import inspect
-import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +19,7 @@ import numpy as np
 
 from optax_lossscale import _checks, _tags
 from optax_lossscale._jaxprs import (
+  _entry_flow,
   _eqns,
   _higher_order,
   _regions,
@@ -28,6 +28,7 @@ from optax_lossscale._jaxprs import (
 )
 from optax_lossscale.diagnostics import (
   _flat_call,
+  _gradient_tags,
   _host_values,
   _outputs,
   _progress,
@@ -96,6 +97,8 @@ class TracedFunction(NamedTuple):
     regions: what its outputs depend on; None if the arguments are shapes.
     tags: the tags of the program by position; empty if the arguments are
       shapes.
+    flow: the sources of its results.
+    has_update: whether it calls the `update` of `with_loss_scaling`.
   """
 
   closed_jaxpr: _eqns.ClosedJaxpr
@@ -108,6 +111,8 @@ class TracedFunction(NamedTuple):
   lowest_scale: float | None
   regions: _regions.Regions | None
   tags: Mapping[_regions.Key, _outputs.TagGroup]
+  flow: _entry_flow.EntryFlow
+  has_update: bool
 
   def get_regions(self) -> _regions.Regions:
     """Return the regions of a function with concrete arguments."""
@@ -165,13 +170,13 @@ class TracedFunction(NamedTuple):
       for i, x in enumerate(self.inputs)
     ]
 
-  def restrict_outputs(self, output_mask: Sequence[bool]) -> "TracedFunction":
-    """Return the function with only the outputs in the mask."""
+  def restrict_outputs(self, indices: Sequence[int]) -> "TracedFunction":
+    """Return the function with only these outputs."""
     outvars = self.closed_jaxpr.jaxpr.outvars
     closed_jaxpr: Any = _eqns.replace_jaxpr_fields(
-      self.closed_jaxpr, outvars=list(itertools.compress(outvars, output_mask))
+      self.closed_jaxpr, outvars=[outvars[i] for i in indices]
     )
-    outputs = list(itertools.compress(self.outputs, output_mask))
+    outputs = [self.outputs[i] for i in indices]
     return self._replace(closed_jaxpr=closed_jaxpr, outputs=outputs)
 
 
@@ -279,8 +284,9 @@ def trace(
   _check_inputs(caller, input_names, inputs, allow_abstract)
   trace_fun = lambda fun: jax.make_jaxpr(functools.partial(call, fun))(*inputs)
   closed_jaxpr = _outputs.number_calls(_trace_or_unwrap(caller, fun, trace_fun))
+  step = _gradient_tags.tag_gradients(closed_jaxpr, input_names)
   harvest = _tagged_values.harvest_tagged_values(
-    closed_jaxpr,
+    step.closed_jaxpr,
     functools.partial(_outputs.get_capture_fn, check_results),
     _outputs.is_optional_tag,
   )
@@ -309,6 +315,8 @@ def trace(
     _find_lowest_scale(closed_jaxpr),
     regions,
     tags,
+    step.flow,
+    step.has_update,
   )
 
 

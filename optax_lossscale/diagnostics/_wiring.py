@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from optax_lossscale.diagnostics import (
   _applied_updates,
+  _carried_arrays,
   _host_values,
   _outputs,
   _param_sums,
@@ -54,6 +55,16 @@ _DIFFERENT_SCALES = _reports.Problem(
   " ols.with_loss_scaling(inner, axis_name=axis_name).",
 )
 
+_NO_UPDATE = (
+  "loss scaling: the step does not call the update of with_loss_scaling, or"
+  " passes no gradients to it"
+)
+_NOT_FINITE = "whether gradients are unscaled once, since they are not finite"
+_UNKNOWN_SCALE = (
+  "how the loss is scaled: some gradients do not depend on a loss scale (they"
+  " are arguments of the step, or scaled by a constant)"
+)
+
 # The range of powers of two by which a loss scale is raised until it is too
 # large. Far beyond, all gradients are NaN.
 _LOG2_INCREASES = range(3, 34, 3)
@@ -80,17 +91,21 @@ class Wiring(NamedTuple):
 def check_wiring(
   search: _find_overflow.SearchResult,
   comparison: _compare_precision.ComparisonResult | None,
+  carried: Sequence[_carried_arrays.Carried],
 ) -> Wiring:
   """Check how a step scales its gradients, and what it returns.
 
   Args:
     search: the search for an overflow in the step.
     comparison: its comparison with float32, if it was compared.
+    carried: the results that replace arguments.
   """
   traced, runs = search.runs.traced, search.runs
+  if not traced.has_update:
+    return Wiring([], [_NO_UPDATE], [], has_run=True, knows_scales=False)
   has_overflow = search.origin is not None
   scaled_grads = _scaled_grads.find_scaled_grads(search.finite_runs)
-  returned = _check_returned_values(search.finite_runs, runs.outs)
+  returned = _check_returned_values(search.finite_runs, runs.outs, carried)
   mistakes = [*returned.mistakes, *scaled_grads.mistakes]
   has_run = any(update.has_run for update in runs.updates.values())
   if has_run:
@@ -117,9 +132,14 @@ def check_wiring(
       runs.outs,
       is_exact=not _scaling_mistakes.has_narrow_range_eqn(traced.closed_jaxpr),
     )
+  limitations = list(returned.limitations)
+  if has_overflow:
+    limitations.append(_NOT_FINITE)
+  elif not scaled_grads.is_known:
+    limitations.append(_UNKNOWN_SCALE)
   return Wiring(
     problems=list(dict.fromkeys(mistakes)),
-    limitations=returned.limitations,
+    limitations=limitations,
     passed=returned.passed,
     has_run=has_run or not runs.updates,
     knows_scales=scaled_grads.is_known,
@@ -141,7 +161,9 @@ class _ReturnedValues(NamedTuple):
 
 
 def _check_returned_values(
-  runs: _step_runs.StepRuns, outs_of_args: Sequence[Any]
+  runs: _step_runs.StepRuns,
+  outs_of_args: Sequence[Any],
+  carried: Sequence[_carried_arrays.Carried],
 ) -> _ReturnedValues:
   """Check what a step returns after an applied and after a skipped step.
 
@@ -149,6 +171,7 @@ def _check_returned_values(
     runs: the runs of the step, with finite gradients if possible.
     outs_of_args: its outputs for its arguments, whose loss scale may be too
       high.
+    carried: the results that replace arguments.
   """
   traced = runs.traced
   ran_indices = [i for i, update in runs.updates.items() if update.has_run]
@@ -170,13 +193,14 @@ def _check_returned_values(
   if runs.skipped_outs is None:
     reason = "it raises an error then"
     return _ReturnedValues([], [f"{subject}, since {reason}"], passed)
-  return _check_runs(runs, runs.skipped_outs, outs_of_args, passed)
+  return _check_runs(runs, runs.skipped_outs, outs_of_args, carried, passed)
 
 
 def _check_runs(
   runs: _step_runs.StepRuns,
   overflow_outs: Sequence[Any],
   outs_of_args: Sequence[Any],
+  carried: Sequence[_carried_arrays.Carried],
   passed: Sequence[str],
 ) -> _ReturnedValues:
   """Check a step by its runs with other loss scales.
@@ -185,6 +209,7 @@ def _check_runs(
     runs: the runs of the step.
     overflow_outs: its outputs after an overflow.
     outs_of_args: its outputs for its arguments.
+    carried: the results that replace arguments.
     passed: what is said of a step without mistakes.
   """
   param_sums = _param_sums.find_param_sums(runs)
@@ -194,7 +219,7 @@ def _check_runs(
     *_applied_updates.check_changes(runs, overflow_outs),
     *param_sums.mistakes,
     *_check_copies(runs.traced, outs_of_args),
-    *_check_nan_state(runs, overflow_outs, param_sums.names),
+    *_check_nan_state(runs, overflow_outs, carried, param_sums.names),
   ]
   mistakes = [x for x in findings if isinstance(x, _reports.Problem)]
   # An accumulator around the wrapper causes the other mistakes.
@@ -260,37 +285,27 @@ def _check_copies(
 def _check_nan_state(
   runs: _step_runs.StepRuns,
   overflow_outs: Sequence[Any],
+  carried: Sequence[_carried_arrays.Carried],
   param_indices: Collection[int],
 ) -> list[_reports.Problem]:
   """Check that an overflow makes no NaN in the state that a step returns.
 
-  A state is a result that may replace an argument other than the parameters.
-
   Args:
     runs: the runs of the step.
     overflow_outs: its outputs after an overflow.
+    carried: the results that replace arguments.
     param_indices: the indices of the parameters among the inputs.
   """
-  get_type = lambda x: (x.shape, x.dtype)
-  pairs = zip(runs.traced.input_names, runs.traced.inputs, strict=True)
-  arguments = _outputs.index_arguments(
-    (name, get_type(x))
-    for i, (name, x) in enumerate(pairs)
-    if i not in param_indices
-  )
-  triples = zip(runs.traced.outputs, runs.outs, overflow_outs, strict=True)
   states = [
-    (output.name, x, y)
-    for output, x, y in triples
-    if output.is_trained
-    and _outputs.replaces_argument(output.name, get_type(x), arguments)
+    x.output_index for x in carried if x.input_index not in param_indices
   ]
-  nonfinite = _host_values.list_nonfinite(y for _, _, y in states)
+  nonfinite = _host_values.list_nonfinite(overflow_outs[i] for i in states)
   # A state may hold inf from the start, such as the best loss so far.
   names = [
-    name
-    for name, x, y in map(states.__getitem__, nonfinite)
-    if _host_values.has_nan(y) and not _host_values.has_nan(x)
+    runs.traced.outputs[i].name
+    for i in map(states.__getitem__, nonfinite)
+    if _host_values.has_nan(overflow_outs[i])
+    and not _host_values.has_nan(runs.outs[i])
   ]
   if not names:
     return []

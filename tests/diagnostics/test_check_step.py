@@ -216,22 +216,6 @@ def test_at_most_twenty_lines_are_printed():
   assert len(text.splitlines()) <= 20
 
 
-def test_a_function_without_an_update_is_refused():
-  with pytest.raises(ValueError, match="needs a training step that calls upd"):
-    check_step(lambda x: x**2, jnp.ones(3))
-
-
-def test_an_update_without_gradients_is_refused():
-  tx = ols.with_loss_scaling(optax.sgd(0.1))
-
-  def step(params, state):
-    updates, state = tx.update({}, state)
-    return optax.apply_updates(params, updates), state
-
-  with pytest.raises(ValueError, match="a filter may select no parameter"):
-    check_step(step, {}, tx.init({}))
-
-
 # The model of ``in_while`` cannot be differentiated, so it has no step.
 PLANTED = [name for name in planted_layers.NAMES if name != "in_while"]
 SLOW = {"custom_vjp_backward", "in_shard_map", "layer_scale", "scores"}

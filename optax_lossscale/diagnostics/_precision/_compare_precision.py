@@ -114,7 +114,7 @@ def compare_precision(
     progress=progress,
     check_results=True,
   ) as (traced, progress_line):
-    if not any(select_outputs(traced)):
+    if not list_compared_outputs(traced):
       raise ValueError(_no_floats_message(fun))
     program = _instrumented_program.InstrumentedProgram(
       traced.closed_jaxpr,
@@ -129,7 +129,7 @@ def compare_precision(
     progress_line.set_description("running the function as trained")
     runs = _step_runs.StepRuns(traced, run, run(traced.inputs))
     comparison = compare_runs(runs, progress_line, measures_all=True)
-    if comparison is None:
+    if comparison is None or comparison.report is None:
       raise ValueError(_no_half_message(fun, traced))
     return comparison.report
 
@@ -138,13 +138,13 @@ class ComparisonResult(NamedTuple):
   """A comparison of a traced function in half precision with float32.
 
   Attributes:
-    report: the report.
+    report: the report; None if no compared output depends on half precision.
     outs: the outputs in float32, by their indices.
     run: a function from the inputs to the outputs in float32.
     is_exact: whether all of the function runs in float32 then.
   """
 
-  report: _comparison.PrecisionComparison
+  report: _comparison.PrecisionComparison | None
   outs: dict[int, Any]
   run: Callable[[list[Any]], dict[int, Any]]
   is_exact: bool
@@ -155,6 +155,7 @@ def compare_runs(
   progress: _progress.ProgressLine,
   *,
   measures_all: bool,
+  further_outputs: Sequence[int] = (),
 ) -> ComparisonResult | None:
   """Compare the runs of a function in half precision with float32.
 
@@ -162,31 +163,37 @@ def compare_runs(
     step_runs: the runs of the function.
     progress: shows how far it is.
     measures_all: whether to measure the layers although all errors are small.
+    further_outputs: the indices of outputs that run in float32, too, but are
+      not compared.
 
   Returns:
-    A :class:`ComparisonResult`; None if nothing that leads to an output is
-    rounded to half precision.
+    A :class:`ComparisonResult`; None if nothing that leads to one of these
+    outputs is rounded to half precision.
   """
-  mask = select_outputs(step_runs.traced)
-  traced = step_runs.traced.restrict_outputs(mask)
+  indices = list_compared_outputs(step_runs.traced)
+  traced = step_runs.traced.restrict_outputs(indices)
   dtypes = _layers.find_half_dtypes(traced.closed_jaxpr)
-  if not dtypes:
+  if not indices or not (dtypes or further_outputs):
     return None
   # With two dtypes, thresholds are those of the one with fewer bits.
-  eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
+  eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes or {jnp.bfloat16})
+  select = lambda outs: [outs[i] for i in indices]
   half_runs = _step_runs.StepRuns(
     traced,
-    lambda inputs: list(itertools.compress(step_runs.run(inputs), mask)),
-    list(itertools.compress(step_runs.outs, mask)),
+    lambda inputs: select(step_runs.run(inputs)),
+    select(step_runs.outs),
   )
-  reference = _reference_runs.run_reference(half_runs, eps, progress)
-  report = _report_errors(reference, dtypes, eps)
-  if report.reference_is_finite and not report.reference_is_zero:
+  all_indices = [*indices, *further_outputs]
+  closed_jaxpr = step_runs.traced.restrict_outputs(all_indices).closed_jaxpr
+  reference = _reference_runs.run_reference(
+    half_runs, closed_jaxpr, eps, progress
+  )
+  report = _report_errors(reference, dtypes, eps) if dtypes else None
+  if report and report.reference_is_finite and not report.reference_is_zero:
     report = _explain_errors(
       report, step_runs, reference, eps, progress, measures_all=measures_all
     )
-  indices = list(itertools.compress(range(len(mask)), mask))
-  index = lambda outs: dict(zip(indices, outs, strict=True))
+  index = lambda outs: dict(zip(all_indices, outs, strict=True))
   return ComparisonResult(
     report,
     index(reference.outs),
@@ -195,14 +202,15 @@ def compare_runs(
   )
 
 
-def select_outputs(traced: _tracing.TracedFunction) -> list[bool]:
-  """Return the mask of the outputs that a comparison needs."""
+def list_compared_outputs(traced: _tracing.TracedFunction) -> list[int]:
+  """Return the indices of the outputs that a comparison needs."""
   compared = set(_errors.list_compared_indices(traced.outputs))
   # Other reports read whether an unscaled gradient is finite.
   step_kinds = {"unscaled"} if traced.grad_outputs else set()
   return [
-    i in compared or output.kind in step_kinds
+    i
     for i, output in enumerate(traced.outputs)
+    if i in compared or output.kind in step_kinds
   ]
 
 
@@ -265,6 +273,8 @@ def _explain_errors(
     report = report_layers(
       report, layers.list_rows(), list(layers.effect_by_layer.values()), eps
     )
+    if not report.is_accurate and not report.suggested_log2_scale_change:
+      report = _suggest_scaling(report, reference, eps)
   amplified_mask = reference.amplified_mask
   return excuse_errors(
     report,
@@ -273,6 +283,29 @@ def _explain_errors(
     layers.measure_without if layers and layers.measure else None,
     eps,
   )
+
+
+def _suggest_scaling(
+  report: _comparison.PrecisionComparison,
+  reference: _reference_runs.ReferenceRun,
+  eps: float,
+) -> _comparison.PrecisionComparison:
+  """Suggest a loss scale if the backward pass underflows without any."""
+  if reference.half_runs.traced.scale_indices:  # Others were tried.
+    return report
+  log2_increase = _limits.compute_log2_shortfall(
+    [
+      (
+        row.isolated_error or 0.0,
+        (row.underflow_fraction or 0.0) + (row.subnormal_fraction or 0.0),
+        row.log2_headroom or 0.0,
+      )
+      for row in report.layers
+      if row.backward
+    ],
+    eps,
+  )
+  return dataclasses.replace(report, suggested_log2_scale_change=log2_increase)
 
 
 def _find_scale_change(

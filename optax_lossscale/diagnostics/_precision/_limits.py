@@ -34,6 +34,10 @@ _NOISE_THRESHOLD = 0.05
 _MAX_AMPLIFIED_ROUNDINGS = 4.0
 # Powers of two by which the loss scale is raised to find an underflow.
 _LOG2_INCREASES = (4, 8, 12, 16, 20, 24)
+# If more entries of an array are zero or subnormal, they explain its error.
+_MAX_SUBNORMAL_FRACTION = 0.25
+# How far a loss scale stays below one that overflows, as a power of two.
+_LOG2_MARGIN = 2
 # An error that is smaller by this factor with another loss scale is an
 # underflow.
 _MIN_IMPROVEMENT = 2.0
@@ -138,6 +142,25 @@ def compute_log2_excess(log2_headrooms: Sequence[float]) -> int:
   """
   excess = -min(log2_headrooms, default=0.0)
   return math.ceil(excess) if 0 < excess < math.inf else 0
+
+
+def compute_log2_shortfall(
+  layers: Sequence[tuple[float, float, float]], eps: float
+) -> int:
+  """Return log2 of a loss scale with which layers do not underflow, or 0.
+
+  Args:
+    layers: for each layer in the backward pass, its error alone, the fraction
+      of entries that are zero or subnormal, and log2 of its headroom.
+    eps: the spacing of numbers at 1 in half precision.
+  """
+  if not any(
+    error > _OUTLIER_EPS * eps and fraction > _MAX_SUBNORMAL_FRACTION
+    for error, fraction, _ in layers
+  ):
+    return 0
+  headroom = min(headroom for _, _, headroom in layers)
+  return max(math.floor(headroom) - _LOG2_MARGIN, 0)
 
 
 def find_outliers(

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from optax_lossscale._jaxprs import _eqns
 from optax_lossscale.diagnostics import _host_values, _progress, _step_runs
 from optax_lossscale.diagnostics._precision import (
   _errors,
@@ -23,7 +24,7 @@ class ReferenceRun:
 
   Attributes:
     half_runs: runs of the function as trained.
-    outs: the outputs in float32.
+    outs: the outputs in float32, and the further ones.
     run: a function from the inputs to the outputs in float32.
     comparison: compares outputs with those in float32.
     errors: the errors as trained.
@@ -91,12 +92,16 @@ class ReferenceRun:
 
 
 def run_reference(
-  half_runs: _step_runs.StepRuns, eps: float, progress: _progress.ProgressLine
+  half_runs: _step_runs.StepRuns,
+  closed_jaxpr: _eqns.ClosedJaxpr,
+  eps: float,
+  progress: _progress.ProgressLine,
 ) -> ReferenceRun:
   """Run a function in float32; if an error is large, with perturbed operands.
 
   Args:
     half_runs: runs of the function as trained.
+    closed_jaxpr: the function; further outputs may follow.
     eps: the spacing of numbers at 1 in half precision.
     progress: shows how far it is.
   """
@@ -107,7 +112,7 @@ def run_reference(
     layers = _layers.list_rounding_layers(traced.closed_jaxpr)
   measured = [i for i, x in enumerate(layers) if x.has_matmul]
   program = _reference_program.ReferenceProgram(
-    traced.closed_jaxpr, traced.inputs, layers, measured
+    closed_jaxpr, traced.inputs, layers, measured
   )
   progress.set_description("running the function in float32")
   # Wait, so that the progress line shows what is being executed.

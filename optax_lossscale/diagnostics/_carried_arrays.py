@@ -1,0 +1,359 @@
+"""Check that arrays stored in half precision change as in float32.
+
+A step returns new parameters, moments, averages and counters, which replace
+those among its arguments. If an array in bfloat16 is much larger than what is
+added to it, it stands still. The step in float32, from the same arguments,
+shows by how much it should move.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale import _arrays
+from optax_lossscale._jaxprs import _entry_flow
+from optax_lossscale.diagnostics import (
+  _host_values,
+  _outputs,
+  _reports,
+  _tracing,
+)
+
+_CAUSE = (
+  "{kind} stored in {dtype} hardly changes ({names}): {kept:.0%} of its change"
+  " in float32 remains, since what is added is smaller than the distance to the"
+  " next number."
+)
+# The fix for each kind of array.
+_FIXES = {
+  "A parameter": (
+    "Keep float32 master weights: tx = ols.with_master_weights(tx). Or keep the"
+    " parameters in float32, and cast them in the model to the dtype in which"
+    " it computes."
+  ),
+  "An average of parameters": (
+    "Keep the average in float32: begin with"
+    " optax.tree.cast(params, jnp.float32)."
+  ),
+  "A moment": (
+    "Keep the moments in float32, as in optax.adam(1e-3,"
+    " mu_dtype=jnp.float32), or with tx = ols.with_master_weights(tx), which"
+    " gives the optimizer float32 parameters."
+  ),
+  "A counter": "Count in integers: jnp.zeros((), jnp.int32).",
+  "A running value": (
+    "Keep it in float32, and cast it to half precision where it is read."
+  ),
+}
+
+# An array that keeps less of its change stands still. Sound ones keep half.
+_MIN_KEPT = 0.25
+# The largest relative distance of two arrays that compensate each other.
+_TOLERANCE = 0.25
+# Two arrays are equal in float32 if they differ by less than this fraction.
+_EQUAL = 1e-5
+
+
+class Changes(NamedTuple):
+  """The result of the check.
+
+  Attributes:
+    problems: a problem for each kind of arrays that stand still.
+    passed: a sentence on the arrays, if none does.
+  """
+
+  problems: Sequence[_reports.Problem] = ()
+  passed: Sequence[str] = ()
+
+
+class Carried(NamedTuple):
+  """A result that replaces an argument.
+
+  Attributes:
+    output_index: the index of the result among the outputs.
+    input_index: the index of the argument among the inputs.
+  """
+
+  output_index: int
+  input_index: int
+
+
+def find_carried(
+  traced: _tracing.TracedFunction, outs: Sequence[Any]
+) -> list[Carried]:
+  """Find the float results of a step that replace arguments.
+
+  Both have one shape and dtype. Of several such arguments, the result is
+  computed from it by entries; or else both have the same last key. The longest
+  common end of their paths decides, then the nearest value. An argument is
+  replaced once.
+
+  Args:
+    traced: the step.
+    outs: its outputs.
+  """
+  get_type = lambda x: (x.shape, x.dtype)
+  types = list(map(get_type, traced.inputs))
+  paths = list(map(_outputs.split_name, traced.input_names))
+  inputs_by_key: dict[Any, list[int]] = {}
+  for i, (array_type, path) in enumerate(zip(types, paths, strict=True)):
+    inputs_by_key.setdefault((array_type, path[-1:]), []).append(i)
+
+  def rate(i: int, output: _outputs.Output) -> dict[Any, list[int]]:
+    """Return the candidates for a result, by how well they match."""
+    array_type, path = get_type(outs[i]), _outputs.split_name(output.name)
+    candidates = [
+      x
+      for x in traced.flow.labels[i]
+      if isinstance(x, int) and types[x] == array_type
+    ]
+    by_flow = bool(candidates)
+    if not by_flow and output.is_trained:
+      candidates = inputs_by_key.get((array_type, path[-1:]), [])
+    rated: dict[Any, list[int]] = {}
+    for k in candidates:
+      length = len(_outputs.find_common_end([path, paths[k]]))
+      rated.setdefault((by_flow, length), []).append(k)
+    return rated
+
+  rows = [
+    (rating, i, candidates)
+    for i, output in enumerate(traced.outputs)
+    if (output.is_trained or output.kind == "metric")
+    and _arrays.is_inexact(outs[i])
+    for rating, candidates in rate(i, output).items()
+  ]
+  carried: dict[int, int] = {}
+  for _, i, candidates in sorted(rows, key=lambda row: row[0], reverse=True):
+    free = sorted({*candidates} - {*carried.values()})
+    if i in carried or not free:
+      continue
+    get_distance = lambda k, x=outs[i]: _host_values.compute_amax(
+      [traced.inputs[k] - x]
+    )
+    carried[i] = free[0] if len(free) == 1 else min(free, key=get_distance)
+  return list(map(Carried, carried.keys(), carried.values()))
+
+
+def select_half(
+  carried: Sequence[Carried], outs: Sequence[Any]
+) -> list[Carried]:
+  """Return the arrays in half precision, and others of the same shape.
+
+  Those may be master copies.
+
+  Args:
+    carried: results that replace arguments.
+    outs: the outputs of the step.
+  """
+  shapes = {
+    outs[x.output_index].shape
+    for x in carried
+    if _is_half(outs[x.output_index])
+  }
+  return [x for x in carried if outs[x.output_index].shape in shapes]
+
+
+class _Change(NamedTuple):
+  """The change of an array that is stored in half precision.
+
+  Attributes:
+    output_index: the index of the new array among the outputs.
+    kind: what it is: a key of `_FIXES`.
+    name: its name.
+    dtype: its dtype.
+    kept: the part of its change in float32 that remains.
+  """
+
+  output_index: int
+  kind: str
+  name: str
+  dtype: np.dtype
+  kept: float
+
+
+def check_changes(
+  traced: _tracing.TracedFunction,
+  carried: Sequence[Carried],
+  outs: Sequence[Any],
+  reference_outs: Mapping[int, Any],
+) -> Changes:
+  """Check that arrays stored in half precision change as in float32.
+
+  Silent, and right, are stochastic rounding, sums with compensation, and copies
+  of what is stored in more bits.
+
+  Args:
+    traced: the step.
+    carried: its results that replace arguments: see :func:`select_half`.
+    outs: its outputs.
+    reference_outs: its outputs in float32, by their indices.
+
+  Returns:
+    A :class:`Changes`.
+  """
+  changes = _list_changes(traced, carried, outs, reference_outs)
+  others = [
+    (outs[x.output_index], reference_outs[x.output_index]) for x in carried
+  ]
+  lost = [
+    x
+    for x in changes
+    if x.kept < _MIN_KEPT
+    and not _is_compensated(
+      outs[x.output_index], reference_outs[x.output_index], others
+    )
+  ]
+  problems = []
+  for kind in _FIXES:
+    names = [x.name for x in lost if x.kind == kind]
+    if names:
+      worst = min((x for x in lost if x.kind == kind), key=lambda x: x.kept)
+      cause = _CAUSE.format(
+        kind=kind,
+        dtype=worst.dtype,
+        names=_reports.format_names(names),
+        kept=max(worst.kept, 0.0),
+      )
+      problems.append(_reports.Problem(cause, _FIXES[kind]))
+  kept = [x for x in changes if x.kept >= _MIN_KEPT]
+  if problems or not kept:
+    return Changes(problems)
+  least = min(kept, key=lambda x: x.kept)
+  sentence = (
+    f"arrays stored in {least.dtype} change as in float32; {least.name} keeps"
+    f" least, {least.kept:.0%}"
+  )
+  return Changes((), [sentence])
+
+
+def _list_changes(
+  traced: _tracing.TracedFunction,
+  carried: Sequence[Carried],
+  outs: Sequence[Any],
+  reference_outs: Mapping[int, Any],
+) -> list[_Change]:
+  """Return the changes that can be compared with those in float32."""
+  pairs = [
+    x
+    for x in carried
+    if _is_half(outs[x.output_index])
+    and _entry_flow.RANDOM not in traced.flow.labels[x.output_index]
+    and not _has_further_bits(traced, x)
+  ]
+  kept = _host_values.to_host(
+    [
+      _measure_kept(
+        traced.inputs[x.input_index],
+        outs[x.output_index],
+        reference_outs[x.output_index],
+      )
+      for x in pairs
+    ]
+  )
+  return [
+    _Change(
+      x.output_index,
+      _find_kind(traced, x),
+      traced.input_names[x.input_index],
+      outs[x.output_index].dtype,
+      float(fraction),
+    )
+    for x, fraction in zip(pairs, kept, strict=True)
+    if np.isfinite(fraction)
+  ]
+
+
+def _has_further_bits(
+  traced: _tracing.TracedFunction, carried: Carried
+) -> bool:
+  """Return whether an integer array of the step holds the remaining bits."""
+  size = 8 * traced.inputs[carried.input_index].dtype.itemsize
+  integers = {f"int{size}", f"uint{size}"}
+  return any(
+    isinstance(i, int) and traced.inputs[i].dtype.name in integers
+    for i in traced.flow.labels[carried.output_index]
+  )
+
+
+def _find_kind(traced: _tracing.TracedFunction, carried: Carried) -> str:
+  """Return what an array is, as a key of `_FIXES`."""
+  flow, index = traced.flow, carried.input_index
+  labels = flow.labels[carried.output_index]
+  if _entry_flow.AFTER_GRADIENT not in labels:
+    is_scalar = not traced.inputs[index].shape
+    return "A counter" if is_scalar else "A running value"
+  if index in flow.in_loss:
+    return "A parameter"
+  others = {i for i in labels if isinstance(i, int)} & flow.in_loss
+  return "An average of parameters" if others else "A moment"
+
+
+@jax.jit
+def _measure_kept(old: Any, new: Any, reference: Any) -> jax.Array:
+  """Return the part of a change that remains; NaN if there is none; float32[].
+
+  Args:
+    old: the array in the arguments.
+    new: the array in half precision.
+    reference: the array in float32.
+  """
+  old, new, reference = map(_arrays.upcast_for_reduction, (old, new, reference))
+  change, expected = new - old, reference - old
+  unit = jnp.max(jnp.abs(expected), initial=0)
+  change, expected = change / unit, expected / unit
+  norm = jnp.sum(expected**2)
+  # The gradient may be noise, so that changes differ. They are not lost then.
+  size = jnp.sqrt(jnp.sum(change**2) / norm)
+  kept = jnp.sum(change * expected) / norm
+  return jnp.where(size < 2 * _MIN_KEPT, kept, jnp.maximum(kept, _MIN_KEPT))
+
+
+def _is_compensated(
+  new: Any, reference: Any, others: Sequence[tuple[Any, Any]]
+) -> bool:
+  """Return whether another array of the step has what an array loses.
+
+  Args:
+    new: the array in half precision.
+    reference: the array in float32.
+    others: other results that replace arguments, each with itself in float32.
+  """
+  flags = [
+    _compensates(new, reference, *other)
+    for other in others
+    if other[0].shape == new.shape and other[0] is not new
+  ]
+  return bool(np.any(_host_values.to_host(flags)))
+
+
+@jax.jit
+def _compensates(
+  new: Any, reference: Any, other: Any, other_reference: Any
+) -> jax.Array:
+  """Return whether the second array has what the first loses; bool[].
+
+  It is a master copy, or the compensation of a sum.
+  """
+  is_copy = jnp.all(other.astype(new.dtype) == new) & (other.dtype != new.dtype)
+  new, reference, other, other_reference = map(
+    _arrays.upcast_for_reduction, (new, reference, other, other_reference)
+  )
+  amax = lambda x: jnp.max(jnp.abs(x), initial=0)
+  # Zeros are a copy of anything small.
+  has_equal_reference = amax(reference - other_reference) <= _EQUAL * amax(
+    reference
+  )
+  lost, gained = reference - new, other - other_reference
+  is_opposite = (amax(lost) > 0) & (
+    jnp.linalg.norm((lost - gained).ravel())
+    <= _TOLERANCE * jnp.linalg.norm(lost.ravel())
+  )
+  return (is_copy & has_equal_reference) | is_opposite
+
+
+def _is_half(x: Any) -> bool:
+  return _arrays.is_inexact(x) and x.dtype.itemsize < 4

@@ -1,0 +1,158 @@
+"""Tag the gradients of a step where no call of this package does.
+
+A step without ``with_loss_scaling`` has no tags, so those that leave its
+backward pass are tagged as what its optimizer receives. If it has the wrapper,
+but differentiates by other means than ``value_and_grad``, they are tagged as
+gradients in front of ``update``.
+"""
+
+import collections
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from optax_lossscale import _tags
+from optax_lossscale._jaxprs import (
+  _backward_pass,
+  _entry_flow,
+  _eqns,
+  _tagged_values,
+  _walk,
+)
+from optax_lossscale.diagnostics import _outputs
+
+_GRADIENT_KINDS = {"grads", "scaled_grads", "unscaled", "backward"}
+# The name of a value that leaves a backward pass, but reaches no optimizer.
+_NO_TAG = "gradient"
+
+
+class TaggedStep(NamedTuple):
+  """A program with tags on its gradients.
+
+  Attributes:
+    closed_jaxpr: the program.
+    flow: the sources of its results.
+    has_update: whether it calls the `update` of `with_loss_scaling`.
+  """
+
+  closed_jaxpr: _eqns.ClosedJaxpr
+  flow: _entry_flow.EntryFlow
+  has_update: bool
+
+
+def tag_gradients(
+  closed_jaxpr: _eqns.ClosedJaxpr, input_names: Sequence[str]
+) -> TaggedStep:
+  """Tag the gradients of a program, unless calls of this package do.
+
+  A function that is no training step remains as it is: it returns gradients,
+  for example, and its results are compared.
+
+  Args:
+    closed_jaxpr: the program; its tags have the numbers of their calls.
+    input_names: the names of its inputs.
+  """
+  kinds = {tag.kind for tag in _list_tags(closed_jaxpr).values()}
+  has_update = not kinds.isdisjoint({"grads", "scaled_grads"})
+  tagged = closed_jaxpr
+  if "unscaled" not in kinds:
+    kind: _tags.TagKind = "backward" if has_update else "grads"
+    tagged = _backward_pass.tag_gradients(
+      closed_jaxpr,
+      lambda call, i: _tags.format_tag(_tags.Tag(kind, i, "", call)),
+    )
+  flow = _entry_flow.EntryFlow(tagged, _is_gradient)
+  if not has_update:
+    new_tags = _list_new_tags(tagged, flow, input_names)
+    rename = lambda name: (
+      new_tags.get(name, _NO_TAG) if _is_gradient(name) else name
+    )
+    is_step = bool(new_tags)
+    tagged = (
+      _tagged_values.rename_tags(tagged, rename) if is_step else closed_jaxpr
+    )
+  return TaggedStep(tagged, flow, has_update)
+
+
+def _list_tags(closed_jaxpr: _eqns.ClosedJaxpr) -> dict[str, _tags.Tag]:
+  """Return the tags of a program by their names."""
+  names = (
+    _tagged_values.get_tag(visit.eqn) or ""
+    for visit in _walk.walk(closed_jaxpr, _eqns.subjaxprs)
+  )
+  return {name: tag for name in names if (tag := _tags.parse_tag(name))}
+
+
+def _is_gradient(name: str) -> bool:
+  tag = _tags.parse_tag(name)
+  return tag is not None and tag.kind in _GRADIENT_KINDS
+
+
+def _list_new_tags(
+  closed_jaxpr: _eqns.ClosedJaxpr,
+  flow: _entry_flow.EntryFlow,
+  input_names: Sequence[str],
+) -> dict[str, str]:
+  """Return the tag of each gradient that an optimizer receives.
+
+  Gradients that reach no result by entries are left out, such as those of the
+  first pass of a sharpness-aware step, unless there are no others.
+
+  Returns:
+    The tags by the old ones; empty if no result that depends on gradients is
+    the next value of an argument.
+  """
+  arguments_by_tag: dict[str, set[int]] = {}
+  is_step = False
+  for labels in flow.labels:
+    arguments = {x for x in labels if isinstance(x, int)}
+    is_step |= _entry_flow.AFTER_GRADIENT in labels and bool(arguments)
+    for label in labels:
+      arguments_by_tag.setdefault(str(label), set()).update(arguments)
+  if not is_step:
+    return {}
+  tags = {
+    name: tag
+    for name, tag in _list_tags(closed_jaxpr).items()
+    if tag.kind in _GRADIENT_KINDS
+  }
+  calls = {tag.call for name, tag in tags.items() if arguments_by_tag.get(name)}
+  shapes = list(map(_eqns.get_shape, closed_jaxpr.jaxpr.invars))
+  params = [
+    (shapes[i], _outputs.split_name(input_names[i]))
+    for i in sorted(flow.in_loss)
+  ]
+  num_uses = collections.Counter[tuple[int, str]]()
+  new_tags = {}
+  for name, tag in tags.items():
+    if calls and tag.call not in calls:
+      continue
+    arguments = arguments_by_tag.get(name, set())
+    paths = [_outputs.split_name(input_names[i]) for i in arguments]
+    if arguments.isdisjoint(flow.in_loss):  # These are moments, as of Muon.
+      others = [
+        path
+        for shape, path in params
+        if shape in {shapes[i] for i in arguments}
+      ]
+      ends = [
+        (len(_outputs.find_common_end([*paths[:1], path])), path)
+        for path in others
+      ]
+      paths += [path for _, path in sorted(ends)[-1:]]
+    path = _find_path(paths) or f"gradient {tag.leaf_index}"
+    num_uses[tag.call, path] += 1
+    if num_uses[tag.call, path] > 1:
+      path += f" #{num_uses[tag.call, path]}"
+    new_tags[name] = _tags.format_tag(tag._replace(kind="grads", path=path))
+  return new_tags
+
+
+def _find_path(paths: Sequence[tuple[str, ...]]) -> str:
+  """Return the path of a parameter from the paths of it and its moments."""
+  if not paths:
+    return ""
+  common_path = _outputs.find_common_end(paths)
+  # The first key of a parameter without moments is the name of the argument.
+  shortest = min(paths, key=len)
+  has_moments = len(paths) > 1 and common_path
+  return "/".join(common_path if has_moments else shortest[1:] or shortest)
