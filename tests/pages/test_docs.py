@@ -119,6 +119,27 @@ def test_each_address_of_this_repository_leads_to_a_file():
   assert found > 20
 
 
+def test_each_address_of_the_pages_leads_to_a_page_or_a_notebook():
+  site = PROJECT["urls"]["Documentation"]
+  found = 0
+  for _, link, where in links():
+    if not link.startswith(f"{site}/"):
+      continue
+    page, _, slug = link.removeprefix(f"{site}/").partition("#")
+    source = (DOCS / page).with_suffix(".md")
+    assert page.endswith(".html"), where
+    assert source.exists() or source.with_suffix(".ipynb").exists(), where
+    assert not slug or slug in set(slugs(source)), where
+    found += 1
+  assert found > 20
+
+
+def test_the_readme_links_no_source_of_a_page():
+  """GitHub shows its tabs, warnings and figures as text."""
+  readme = (ROOT / "README.md").read_text()
+  assert f"{REPOSITORY}/blob/main/docs/" not in readme
+
+
 def slugs(path):
   """What a code host makes of the headings of a page, to link to them."""
   for heading in re.findall(r"^#+ (.*)$", prose(path.read_text()), re.M):
