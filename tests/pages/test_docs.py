@@ -41,12 +41,13 @@ def entries_of(page):
     yield owner[1], name
 
 
-def test_a_table_of_an_api_page_has_each_entry_of_the_page():
-  for page in API_PAGES:
-    rows = re.findall(r"^\|([^|]*)\|", page.read_text(), re.MULTILINE)
-    named = re.findall(r"`(?:\w+)\.(\w+)`", " ".join(rows))
-    if rows:
-      assert sorted(named) == sorted(name for _, name in entries_of(page)), page
+def test_the_table_of_the_api_has_each_entry_of_its_pages():
+  text = (DOCS / "api" / "index.md").read_text()
+  rows = re.findall(r"^\|([^|]*)\|", text, re.MULTILINE)
+  named = re.findall(r"`(?:\w+)\.(\w+)`", " ".join(rows))
+  entries = [name for page in API_PAGES for _, name in entries_of(page)]
+  assert len(entries) > 40
+  assert sorted(named) == sorted(entries)
 
 
 def texts():
