@@ -4,6 +4,7 @@ import inspect
 import math
 import warnings
 
+import equinox as eqx
 from flax import nnx
 from helpers import markdown, pages_below, parametrize_slow, relative_name, ROOT
 import jax
@@ -83,6 +84,16 @@ def a_skipped_step_of_each_framework_keeps_the_other_state(names, out):
   names["nnx_step"](model, optimizer, *batch)
   assert not ols.get_loss_scale_state(optimizer).last_finite
   assert_same(nnx.state(model), old)
+
+  for step, carry in (
+    (names["haiku_step"], names["carry"]),
+    (names["eqx_step"], names["eqx_carry"]),
+  ):
+    *old_model, opt_state = carry
+    opt_state = ols.set_loss_scale(opt_state, 2.0**40)
+    *new_model, opt_state, _ = step(*old_model, opt_state, *batch)
+    assert not ols.get_loss_scale_state(opt_state).last_finite
+    assert_same(*(eqx.filter(x, eqx.is_array) for x in (new_model, old_model)))
 
 
 def assert_same(tree, other):
