@@ -35,7 +35,10 @@ def init_params(*names):
 def check(loss_fn, params, loss_scale=2.0**10):
   """Return the report on a step that differentiates a loss."""
   step, args = train_steps.make_step(
-    loss_fn=loss_fn, policy=loss_scale, params=params, batch=X
+    loss_fn=loss_fn,
+    tx=train_steps.make_tx(policy=loss_scale),
+    params=params,
+    batch=X,
   )
   return diagnostics.check_step(step, *args, progress=False)
 

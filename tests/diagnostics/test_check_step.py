@@ -51,42 +51,38 @@ def test_a_sound_step_has_no_problems_and_says_what_was_checked():
 
 
 _make_half_step = functools.partial(
-  train_steps.make_step,
-  loss_fn=train_steps.half_loss_fn,
-  inner=optax.adam(1e-5),
-  wrap_tx=ols.with_master_weights,
+  train_steps.make_step, loss_fn=train_steps.half_loss_fn
 )
+_ADAM = optax.adam(1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "options",
-  [{}, {"differentiate": train_steps.compute_unscaled_grads, "policy": 1.0}],
+  ("differentiate", "tx"),
+  [
+    (train_steps.compute_grads, train_steps.make_tx(_ADAM)),
+    (train_steps.compute_unscaled_grads, train_steps.make_tx(_ADAM, 1.0)),
+  ],
   ids=["scaled", "jax.grad"],
 )
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_master_weights_are_the_fix_of_lost_updates(dtype, options):
-  make = functools.partial(
-    _make_half_step,
-    params=optax.tree.cast(train_steps.PARAMS, dtype),
-    **options,
-  )
-  step, args = make(wrap_tx=lambda tx: tx)
+def test_master_weights_are_the_fix_of_lost_updates(dtype, differentiate, tx):
+  params = optax.tree.cast(train_steps.PARAMS, dtype)
+  make = functools.partial(_make_half_step, differentiate, params=params)
+  step, args = make(tx=tx)
   (problem,) = check_step(step, *args).problems
   assert problem.fix.startswith("Keep float32 master weights: tx = ols.with_m")
-  step, args = make()
+  step, args = make(tx=ols.with_master_weights(tx))
   assert check_step(step, *args).is_sound
 
 
-def _return_old_params(old, new, finite):
+def _return_old_params(old, new):
   """Return the old parameters of an applied step, the new ones of a skip."""
-  del finite  # The gradients in front of update are finite.
   applied = ols.get_loss_scale_state(new[1]).last_finite
   return train_steps.where(applied, old[0], new[0]), new[1]
 
 
-def _put_state_back(old, new, finite):
-  del finite
+def _put_state_back(old, new):
   applied = ols.get_loss_scale_state(new[1]).last_finite
   return new[0], train_steps.where(applied, new[1], old[1])
 
@@ -104,7 +100,7 @@ def test_unscaled_gradients_are_checked_after_an_overflow(cause):
     train_steps.compute_unscaled_grads,
     _KEEPS_OLD[cause],
     loss_fn=train_steps.half_loss_fn,
-    policy=1.0,
+    tx=train_steps.make_tx(policy=1.0),
   )
   (problem,) = check_step(step, *args).problems
   assert cause in problem.cause
@@ -113,7 +109,8 @@ def test_unscaled_gradients_are_checked_after_an_overflow(cause):
 @pytest.mark.slow
 def test_an_old_state_of_master_weights_is_a_problem():
   step, args = _make_half_step(
-    make_result=lambda old, new, finite: (new[0], old[1]),
+    make_result=lambda old, new: (new[0], old[1]),
+    tx=ols.with_master_weights(train_steps.make_tx(_ADAM)),
     params=optax.tree.cast(train_steps.PARAMS, jnp.bfloat16),
   )
   (problem,) = check_step(step, *args).problems
@@ -136,7 +133,8 @@ def test_a_layer_that_overflows_is_a_problem_with_its_name_and_its_magnitude():
 
 def test_a_loss_scale_that_is_too_high_is_a_problem_with_a_lower_one():
   step, (params, state, batch) = train_steps.make_step(
-    loss_fn=train_steps.linear_loss_fn, policy=ols.DynamicLossScale(2.0**40)
+    loss_fn=train_steps.linear_loss_fn,
+    tx=train_steps.make_tx(policy=ols.DynamicLossScale(2.0**40)),
   )
   check = check_step(step, params, state, batch)
   (problem,) = check.problems

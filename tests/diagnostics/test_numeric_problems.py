@@ -23,7 +23,10 @@ PARAMS = {"w": jax.random.normal(jax.random.key(6), (4, 4))}
 def make_step(loss_fn, policy="dynamic", inner=None):
   """Return a step and its arguments."""
   step, args = train_steps.make_step(
-    loss_fn=loss_fn, policy=policy, inner=inner, params=PARAMS, batch=X
+    loss_fn=loss_fn,
+    tx=train_steps.make_tx(inner, policy),
+    params=PARAMS,
+    batch=X,
   )
   return step, *args
 

@@ -131,9 +131,9 @@ def test_a_ref_among_the_arguments_is_unchanged():
 def test_reports_transfer_what_they_need_and_donate_nothing(report, scale):
   step, args = make_step(
     loss_fn=train_steps.linear_loss_fn,
-    policy=ols.FixedLossScale(scale),
-    wrap=lambda step: jax.jit(step, donate_argnums=(0, 1)),
+    tx=train_steps.make_tx(policy=scale),
   )
+  step = jax.jit(step, donate_argnums=(0, 1))
   args = jax.tree.map(jnp.asarray, args)
   with jax.transfer_guard("disallow_explicit"):
     str(report(step, *args))

@@ -104,15 +104,13 @@ def test_each_mistake_in_the_scaling_of_a_usual_loss_is_found(name):
 def test_an_accumulator_belongs_inside_of_the_wrapper():
   """In front of it, the gradients are zero until it has all of them."""
   accumulate = optax.apply_every(4)
-  step, args = train_steps.make_step(
-    wrap_tx=lambda tx: optax.chain(accumulate, tx)
-  )
+  step, args = train_steps.make_step(tx=optax.chain(accumulate, train_steps.TX))
   nan, zero = check_step(step, *args).problems
   assert "grad_acc/w is NaN, and stays so" in nan.cause
   assert nan.fix.startswith("Put it inside of the wrapper")
   assert zero.fix.startswith("This is fine if it is meant")
   inner = optax.chain(accumulate, optax.sgd(0.1))
-  step, args = train_steps.make_step(inner=inner)
+  step, args = train_steps.make_step(tx=train_steps.make_tx(inner))
   assert check_step(step, *args).is_sound
 
 
@@ -151,10 +149,10 @@ def test_shards_of_an_optimizer_need_one_loss_scale(axis_name):
 @pytest.mark.parametrize(
   ("kwargs", "num_problems"),
   [
-    ({"make_result": results.put_back_all}, 1),
+    ({"update": results.put_back_all}, 1),
     (
       {
-        "inner": optax.sgd(1e-9),
+        "tx": updates.SMALL_SGD,
         "params": updates.HALF_PARAMS,
         "loss_fn": train_steps.half_loss_fn,
       },
@@ -167,13 +165,13 @@ def test_shards_of_an_optimizer_need_one_loss_scale(axis_name):
 def test_a_step_that_is_run_again_prints_once(kwargs, num_problems, ordered):
   seen = []
 
-  def guard(update, old, grads):
-    finite = ols.all_finite(grads)
+  def differentiate(*args):
+    grads = train_steps.compute_grads(*args)
     log = lambda finite: seen.append(bool(finite))
-    jax.debug.callback(log, finite, ordered=ordered)
-    return update()
+    jax.debug.callback(log, ols.all_finite(grads), ordered=ordered)
+    return grads
 
-  step, args = train_steps.make_step(guard=guard, **kwargs)
+  step, args = train_steps.make_step(differentiate, **kwargs)
   check = check_step(step, *args)
   jax.effects_barrier()
   assert len(check.problems) == num_problems
@@ -188,11 +186,12 @@ def test_a_callback_that_returns_something_runs_after_an_overflow_too():
     seen.append(bool(finite))
     return jnp.float32(1)
 
-  def make_result(old, new, finite):
+  def select(finite, new, old):
     one = jax.pure_callback(note, jax.ShapeDtypeStruct((), "float32"), finite)
     return new, {"metric": one}
 
-  step, args = train_steps.make_step(make_result=make_result)
+  update = train_steps.select_result(select)
+  step, args = train_steps.make_step(update=update)
   check = check_step(step, *args)
   assert check.is_sound and RETURNED in check.passed
   assert "after an overflow, since" not in str(check)

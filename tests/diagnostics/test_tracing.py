@@ -51,7 +51,9 @@ def trace(step, args):
 
 # Reports compile few operations for it.
 make_linear_step = functools.partial(
-  make_step, loss_fn=train_steps.linear_loss_fn, policy=SMALL
+  make_step,
+  loss_fn=train_steps.linear_loss_fn,
+  tx=train_steps.make_tx(policy=SMALL),
 )
 
 
@@ -188,7 +190,7 @@ def test_an_update_on_the_host_is_analyzed_like_one_on_the_device():
 
 
 def test_gradients_that_cannot_become_outputs_are_located(monkeypatch):
-  step, args = make_step(wrap=lambda step: step)
+  step, args = make_step()
   ruled = jax.custom_jvp(lambda *args: step(*args))
   ruled.defjvp(lambda primals, tangents: (ruled(*primals), tangents[:2]))
   (location,) = set(trace(ruled, args).unreached_locations)
@@ -355,7 +357,7 @@ def test_equations_after_the_gradients_are_not_measured(monkeypatch):
 
   monkeypatch.setattr(_eqn_stats, "measure_eqn", record_eqn)
   slow = optax.stateless(lambda g, _: jax.tree.map(jax.lax.erf_inv, g))
-  step, args = make_linear_step(inner=slow, policy=LARGE)
+  step, args = make_linear_step(tx=train_steps.make_tx(slow, LARGE))
   assert find_overflow(step, *args).backward
   assert measured and "erf_inv" not in measured
 

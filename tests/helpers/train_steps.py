@@ -19,6 +19,7 @@ import optax_lossscale as ols
 PARAMS = {"w": np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)}
 TWO_LAYERS = {**PARAMS, "head": np.eye(4, dtype=np.float32)}
 BATCH = np.cos(np.arange(32, dtype=np.float32)).reshape(8, 4)
+ADAM = optax.adam(1e-2)
 POLICY = ols.DynamicLossScale(2.0**6)
 TX = ols.with_loss_scaling(optax.sgd(0.1), POLICY)
 
@@ -91,21 +92,21 @@ def apply_updates(tx, grads, params, opt_state, **kwargs):
   return optax.apply_updates(params, updates), opt_state
 
 
+def make_tx(inner=None, policy=POLICY, **kwargs):
+  """Return an optimizer with loss scaling, by default SGD."""
+  return ols.with_loss_scaling(inner or optax.sgd(0.1), policy, **kwargs)
+
+
 def make_step(
   differentiate: Callable[..., Any] = compute_grads,
-  make_result: Callable[..., Any] = lambda old, new, finite: new,
+  make_result: Callable[..., Any] = lambda old, new: new,
   *,
+  update: Callable[..., Any] = apply_updates,
   loss_fn: Callable[..., Any] = loss_fn,
-  inner: Any = None,
-  policy: Any = POLICY,
-  wrap_tx: Callable[[Any], Any] = lambda tx: tx,
-  guard: Callable[..., Any] = lambda update, old, grads: update(),
-  wrap: Callable[[Any], Any] = jax.jit,
-  params: Any = None,
+  tx: Any = TX,
+  params: Any = PARAMS,
   batch: Any = BATCH,
   extra: tuple[Any, ...] = (),
-  update_kwargs: Any = None,
-  **kwargs: Any,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
   """Return a training step, and the arguments of a call.
 
@@ -113,36 +114,23 @@ def make_step(
     differentiate: computes the gradients, from the loss as a function of the
       parameters, the parameters, and the state of the optimizer.
     make_result: computes the result from the old parameters and state, the new
-      ones, whether the gradients are finite, and `extra`.
+      ones, and `extra`.
+    update: returns the new parameters and state, as ``apply_updates`` does.
     loss_fn: the loss of the parameters and a batch.
-    inner: the optimizer in ``with_loss_scaling``; by default SGD.
-    policy: the loss scale.
-    wrap_tx: changes the wrapped optimizer.
-    guard: calls ``update``, or returns the old parameters and state.
-    wrap: transforms the step.
+    tx: the optimizer.
     params: the parameters.
     batch: the batch.
     extra: further arguments of the step, for `make_result`.
-    update_kwargs: further arguments of ``update``, or a function of the loss,
-      the parameters, the state and the gradients that returns them.
-    **kwargs: further arguments of ``with_loss_scaling``.
   """
-  inner = inner or optax.sgd(0.1)
-  tx = wrap_tx(ols.with_loss_scaling(inner, policy, **kwargs))
-  params = PARAMS if params is None else params
 
+  @jax.jit
   def step(params, opt_state, batch, *extra):
-    old = params, opt_state
     loss = lambda params: loss_fn(params, batch)
-    grads = differentiate(loss, *old)
-    kwargs = update_kwargs or {}
-    if callable(kwargs):
-      kwargs = kwargs(loss, *old, grads)
-    update = lambda: apply_updates(tx, grads, *old, **kwargs)
-    new = guard(update, old, grads)
-    return make_result(old, new, ols.all_finite(grads), *extra)
+    grads = differentiate(loss, params, opt_state)
+    new = update(tx, grads, params, opt_state)
+    return make_result((params, opt_state), new, *extra)
 
-  return wrap(step), (params, tx.init(params), batch, *extra)
+  return step, (params, tx.init(params), batch, *extra)
 
 
 def prepare_step(*args, **kwargs):
@@ -151,15 +139,33 @@ def prepare_step(*args, **kwargs):
 
 
 def prepare_result(make_result, **kwargs):
-  """Return a function that makes a step with another result.
+  """Return a function that makes a step with another result."""
+  return prepare_step(make_result=make_result, **kwargs)
+
+
+def prepare_wrapped(wrap, make=make_step):
+  """Return a function that makes a step and transforms it."""
+
+  def make_wrapped():
+    step, args = make()
+    return wrap(step), args
+
+  return make_wrapped
+
+
+def select_result(select):
+  """Return an ``update`` that chooses between what is new and what is old.
 
   Args:
-    make_result: computes the result from the old parameters and state, the new
-      ones, and `extra`.
-    **kwargs: further arguments of ``make_step``.
+    select: a function of whether the gradients are finite, and of the pairs of
+      the new and of the old parameters and state.
   """
-  ignore_finite = lambda old, new, finite, *extra: make_result(old, new, *extra)
-  return prepare_step(make_result=ignore_finite, **kwargs)
+
+  def update(tx, grads, *old):
+    new = apply_updates(tx, grads, *old)
+    return select(ols.all_finite(grads), new, old)
+
+  return update
 
 
 prepare_two_layers = functools.partial(

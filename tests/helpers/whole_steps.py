@@ -37,7 +37,6 @@ def loss_fn(params, batch):
 
 
 CAST = ols.autocast(loss_fn)
-_MODEL = {"loss_fn": CAST, "params": PARAMS, "batch": BATCH}
 _ADAM = optax.adam(1e-3)
 
 
@@ -46,10 +45,24 @@ def make_grad_fn(policy):
   return ols.grad(CAST, policy.init()), (PARAMS, BATCH)
 
 
-def _step(wrap=lambda step: step, **kwargs):
+def _step(
+  wrap=lambda step: step,
+  *,
+  wrap_tx=lambda tx: tx,
+  differentiate=train_steps.compute_grads,
+  batch=BATCH,
+  **kwargs,
+):
   """Return a function that makes a step from a policy."""
-  kwargs = {**_MODEL, "wrap": wrap, **kwargs}
-  return lambda policy: train_steps.make_step(policy=policy, **kwargs)
+
+  def make(policy):
+    tx = wrap_tx(train_steps.make_tx(policy=policy, **kwargs))
+    step, args = train_steps.make_step(
+      differentiate, tx=tx, loss_fn=CAST, params=PARAMS, batch=batch
+    )
+    return wrap(step.__wrapped__), args
+
+  return make
 
 
 _make_plain = _step()

@@ -19,6 +19,7 @@ from helpers.train_steps import (
   compute_unscaled_grads,
   jit_step,
   loss_fn,
+  make_tx,
   map_grads,
   PARAMS,
   prepare_step,
@@ -28,7 +29,7 @@ from helpers.train_steps import (
 )
 import optax_lossscale as ols
 
-_DEFAULT = ols.DynamicLossScale()
+_DEFAULT_TX = make_tx(policy="dynamic")
 _NUMBERS = np.random.default_rng(0)
 _FIRST_PARAMS = {"w": jnp.eye(4)}
 
@@ -153,10 +154,11 @@ def make_closed_step(policy, differentiate=compute_grads):
 def guarded(is_wanted):
   """Return a function that makes a step with a branch around ``update``."""
 
-  def guard(update, old, grads):
-    return lax.cond(is_wanted(grads), update, lambda: old)
+  def update(tx, grads, *old):
+    apply = lambda: apply_updates(tx, grads, *old)
+    return lax.cond(is_wanted(grads), apply, lambda: old)
 
-  return prepare_step(guard=guard)
+  return prepare_step(update=update)
 
 
 @ols.autocast
@@ -208,7 +210,7 @@ MISTAKES = {
   ("gradients of an unscaled loss", _WRITE): {
     "unscaled loss": prepare_step(compute_unscaled_grads),
     "unscaled loss with scaled gradients expected": prepare_step(
-      compute_unscaled_grads, grads_are_scaled=True
+      compute_unscaled_grads, tx=make_tx(grads_are_scaled=True)
     ),
     "unscaled losses of micro-batches": prepare_step(
       accumulate(compute_unscaled_grads)
@@ -235,8 +237,9 @@ MISTAKES = {
   ("clipped while they were scaled", "Clip inside of with_loss_scaling"): {
     "clipped while scaled": prepare_step(
       compute_scaled_grads,
-      wrap_tx=lambda tx: optax.chain(optax.clip_by_global_norm(1e-3), tx),
-      grads_are_scaled=True,
+      tx=optax.chain(
+        optax.clip_by_global_norm(1e-3), make_tx(grads_are_scaled=True)
+      ),
     )
   },
   ("cast to half precision after they were unscaled", "float32"): {
@@ -249,10 +252,10 @@ MISTAKES = {
   ("depend on the loss scale", "Change them after"): {
     "penalty after scaling": prepare_step(
       _change_scaled_loss(lambda loss, params: loss + _penalty(params)),
-      policy=_DEFAULT,
+      tx=_DEFAULT_TX,
     ),
     "penalty before unscaling": prepare_step(
-      _add_grads(1, _penalty_grads, unscaled=True), policy=_DEFAULT
+      _add_grads(1, _penalty_grads, unscaled=True), tx=_DEFAULT_TX
     ),
   },
   (
@@ -274,7 +277,7 @@ MISTAKES = {
       map_grads(lambda g: jnp.clip(g, -1, 1)), batch=BATCH**2
     ),
     "zero_nans and clip": prepare_step(
-      wrap_tx=lambda tx: optax.chain(optax.zero_nans(), optax.clip(1.0), tx)
+      tx=optax.chain(optax.zero_nans(), optax.clip(1.0), TX)
     ),
   },
   (
@@ -285,23 +288,21 @@ MISTAKES = {
     "branch on a small norm": guarded(
       lambda grads: optax.tree.norm(grads) < 1e6
     ),
-    "apply_if_finite": prepare_step(
-      wrap_tx=lambda tx: optax.apply_if_finite(tx, 5)
-    ),
+    "apply_if_finite": prepare_step(tx=optax.apply_if_finite(TX, 5)),
   },
   ("skips this step although its gradients are finite", "grads_finite="): {
     "skipped by an argument": prepare_step(
-      update_kwargs={"grads_finite": False}
+      update=functools.partial(apply_updates, grads_finite=False)
     ),
     "skipped by an argument of float32": prepare_step(
-      update_kwargs={"grads_finite": np.float32(0)}
+      update=functools.partial(apply_updates, grads_finite=np.float32(0))
     ),
   },
   ("something cuts off the scaled loss", "Don't clip the scaled loss"): {
     # At the largest number of float16.
     "clamped loss": prepare_step(
       _change_scaled_loss(lambda loss, _: jnp.minimum(loss, 65_504.0)),
-      policy=2.0**20,
+      tx=make_tx(policy=2.0**20),
     )
   },
   ("The loss does not depend on the parameters", "don't close over others"): {
@@ -314,7 +315,7 @@ MISTAKES = {
 LOOKALIKES = {
   "cast to float16 of scaled gradients": prepare_step(
     map_grads(lambda g: g.astype(jnp.float16), compute_scaled_grads),
-    grads_are_scaled=True,
+    tx=make_tx(grads_are_scaled=True),
   ),
   "two scaled losses and a penalty": prepare_step(
     _add_grads(0.5, _add_grads(1, _penalty_grads))
@@ -351,8 +352,7 @@ UNCHECKED = {
   "scale by hand": (
     prepare_step(
       lambda loss, params, _: jax.grad(lambda p: 1024.0 * loss(p))(params),
-      policy=1024.0,
-      grads_are_scaled=True,
+      tx=make_tx(policy=1024.0, grads_are_scaled=True),
     ),
     "how the loss is scaled",
   ),

@@ -17,11 +17,14 @@ from helpers.train_steps import (
   BATCH,
   loss_fn,
   make_population,
+  make_tx,
   PARAMS,
   POLICY,
   prepare_result,
   prepare_step,
+  prepare_wrapped,
   scan_steps,
+  select_result,
   train,
   TX,
   where,
@@ -43,8 +46,7 @@ def _put_back_scale(new_state, state):
   return new_state._replace(loss_scale_state=state.loss_scale_state)
 
 
-def put_back_all(old, new, finite):
-  return where(finite, new, old)
+put_back_all = select_result(where)
 
 
 def _make_critic_step(*, puts_back):
@@ -64,7 +66,7 @@ def _make_critic_step(*, puts_back):
   return step, (PARAMS, PARAMS, state, state, BATCH)
 
 
-_puts_back = functools.partial(prepare_step, make_result=put_back_all)
+_puts_back = functools.partial(prepare_step, update=put_back_all)
 
 
 def _adjust_again(old, new):
@@ -136,10 +138,10 @@ def _prepare_infs(shape):
 def raise_if(find_fault, choose=lambda old, new: new):
   """Return a function that makes a step with an error."""
 
-  def make_result(old, new, finite):
+  def select(finite, new, old):
     return eqx.error_if(choose(old, new), find_fault(finite), "planted")
 
-  return prepare_step(make_result=make_result)
+  return prepare_step(update=select_result(select))
 
 
 _RETURN = "Return it unchanged: updates, opt_state = tx.update(grads, opt_state"
@@ -162,13 +164,15 @@ MISTAKES = {
     "old state, and an error after an overflow": raise_if(
       lambda finite: ~finite, lambda old, new: (new[0], old[1])
     ),
-    "old state in the carry of a scan": prepare_step(
-      wrap=lambda step: scan_steps(step, lambda old, new: (new[0], old[1]))
+    "old state in the carry of a scan": prepare_wrapped(
+      lambda step: scan_steps(step, lambda old, new: (new[0], old[1]))
     ),
     "no state": prepare_result(lambda old, new: new[0]),
   },
   ("its inner_state is the old one", _RETURN): {
-    "old inner state": prepare_result(_keep_inner_state, inner=optax.adam(1e-2))
+    "old inner state": prepare_result(
+      _keep_inner_state, tx=make_tx(optax.adam(1e-2))
+    )
   },
   ("with a lower loss scale, its scale is 1024 in place of 1", _RETURN): {
     "constant scale": prepare_result(
@@ -181,22 +185,26 @@ MISTAKES = {
   ("after an overflow, it counts 0 skipped steps in place of 1", _RETURN): {
     "all put back": _puts_back(),
     **{
-      f"all put back with {name}": _puts_back(policy=policy)
+      f"all put back with {name}": _puts_back(tx=make_tx(policy=policy))
       for name, policy in POLICIES.items()
     },
     "all put back in a population": lambda: make_population(*_puts_back()()),
     "train state put back by cond": prepare_step(
-      make_result=lambda old, new, finite: lax.cond(
-        finite, lambda: as_train_state(*new), lambda: as_train_state(*old)
+      update=select_result(
+        lambda finite, new, old: lax.cond(
+          finite, lambda: as_train_state(*new), lambda: as_train_state(*old)
+        )
       )
     ),
     "state put back by select_if_applied": prepare_result(
       lambda old, new: (new[0], ols.select_if_applied(new[1], new[1], old[1]))
     ),
     "scale put back": prepare_step(
-      make_result=lambda old, new, finite: (
-        new[0],
-        where(finite, new[1], _put_back_scale(new[1], old[1])),
+      update=select_result(
+        lambda finite, new, old: (
+          new[0],
+          where(finite, new[1], _put_back_scale(new[1], old[1])),
+        )
       )
     ),
     "state of the generator put back": functools.partial(
@@ -212,7 +220,7 @@ MISTAKES = {
   },
   ("its scale is 32768 in place of 128", "min_scale="): {
     "scale with a floor": prepare_result(
-      _limit_scale(jnp.maximum, 2.0**15), policy=ols.DynamicLossScale()
+      _limit_scale(jnp.maximum, 2.0**15), tx=make_tx(policy="dynamic")
     )
   },
 }
@@ -228,7 +236,9 @@ LOOKALIKES = {
   ),
   "leaves": prepare_result(lambda old, new: jax.tree.leaves(new)),
   "state of the best step, too": prepare_step(
-    make_result=lambda old, new, finite: (new, where(finite & False, new, old))
+    update=select_result(
+      lambda finite, new, old: (new, where(finite & False, new, old))
+    )
   ),
   "critic that trains twice": functools.partial(
     _make_critic_step, puts_back=False

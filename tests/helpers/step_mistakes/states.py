@@ -19,9 +19,11 @@ from helpers.train_steps import (
   loss_fn,
   make_population,
   make_step,
+  make_tx,
   PARAMS,
   prepare_result,
   prepare_step,
+  prepare_wrapped,
   scan_steps,
   train,
   TX,
@@ -242,8 +244,8 @@ MISTAKES = {
   ): {
     "new state in each step": _make_new_state_step,
     "update of the first state": prepare_step(
-      guard=lambda update, old, grads: apply_updates(
-        TX, grads, old[0], TX.init(PARAMS)
+      update=lambda tx, grads, params, state: apply_updates(
+        tx, grads, params, tx.init(PARAMS)
       )
     ),
   },
@@ -254,7 +256,7 @@ MISTAKES = {
   },
   ("is NaN, and stays so", "ols.with_loss_scaling(optax.chain("): {
     f"{name} in front of the wrapper": prepare_step(
-      wrap_tx=functools.partial(optax.chain, transformation)
+      tx=optax.chain(transformation, TX)
     )
     for name, transformation in (
       ("momentum", optax.trace(0.9)),
@@ -270,7 +272,7 @@ MISTAKES = {
       lambda loss, params, state: compute_grads(
         loss, params, state.inner_opt_state
       ),
-      wrap_tx=lambda tx: optax.MultiSteps(tx, 4).gradient_transformation(),
+      tx=optax.MultiSteps(TX, 4).gradient_transformation(),
     )
   },
   ("its scale is 64 in place of 1", "Return it unchanged"): {
@@ -287,7 +289,7 @@ LOOKALIKES = {
   "scale without a name": _make_own_state_step,
   "state in a Ref": _make_ref_step,
   "state of leaves": _make_leaves_step,
-  **{name: prepare_step(policy=policy) for name, policy in POLICIES.items()},
+  **{name: prepare_step(tx=make_tx(policy=x)) for name, x in POLICIES.items()},
   "selected mean": prepare_result(
     _select_mean, extra=(np.zeros(4, np.float32),)
   ),
@@ -295,9 +297,9 @@ LOOKALIKES = {
     _make_average_step, ols.select_if_applied
   ),
   "momentum inside of the wrapper": prepare_step(
-    inner=optax.chain(optax.trace(0.9), optax.sgd(0.1))
+    tx=make_tx(optax.chain(optax.trace(0.9), optax.sgd(0.1)))
   ),
-  "scan of steps": prepare_step(wrap=scan_steps),
+  "scan of steps": prepare_wrapped(scan_steps),
   "population": lambda: make_population(*make_step()),
 }
 

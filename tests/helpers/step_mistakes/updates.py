@@ -13,14 +13,18 @@ from helpers.train_steps import (
   apply_updates,
   BATCH,
   half_loss_fn,
+  make_tx,
   prepare_result,
   prepare_step,
   prepare_two_layers,
+  prepare_wrapped,
   scan_steps,
+  select_result,
   where,
 )
 import optax_lossscale as ols
 
+SMALL_SGD = make_tx(optax.sgd(1e-9))
 HALF_PARAMS = {"w": np.full((4, 4), 0.75, np.float16)}
 _prepare_half = functools.partial(
   prepare_step, params=HALF_PARAMS, loss_fn=half_loss_fn
@@ -42,7 +46,7 @@ def _add_in_half(old, new):
   return jax.tree.map(add, old[0], new[0]), new[1]
 
 
-def _keep_head_sometimes(old, new, finite):
+def _keep_head_sometimes(old, new):
   """As a schedule does, which another step does not."""
   is_late = jnp.sum(old[0]["w"]) > 1e9
   head = jnp.where(is_late, new[0]["head"], old[0]["head"])
@@ -92,8 +96,8 @@ MISTAKES = {
     "old parameters, and the norm of the new ones": prepare_result(
       lambda old, new: (old[0], new[1], optax.tree.norm(new[0]))
     ),
-    "old parameters after a scan": prepare_step(
-      wrap=lambda step: (
+    "old parameters after a scan": prepare_wrapped(
+      lambda step: (
         lambda params, *args: (params, scan_steps(step)(params, *args)[1])
       )
     ),
@@ -101,9 +105,8 @@ MISTAKES = {
   },
   ("returns the old parameters, although the updates are not", _APPLY): {
     "wrong branch of the parameters": prepare_step(
-      make_result=lambda old, new, finite: (
-        where(finite, old[0], new[0]),
-        new[1],
+      update=select_result(
+        lambda finite, new, old: (where(finite, old[0], new[0]), new[1])
       )
     )
   },
@@ -111,29 +114,30 @@ MISTAKES = {
     "No parameter changes, although the updates are not zero",
     "tx = ols.with_master_weights(tx)",
   ): {
-    "updates lost in float16": _prepare_half(inner=optax.sgd(1e-9)),
-    "updates of Adam lost in float16": _prepare_half(inner=optax.adam(1e-7)),
+    "updates lost in float16": _prepare_half(tx=SMALL_SGD),
+    "updates of Adam lost in float16": _prepare_half(
+      tx=make_tx(optax.adam(1e-7))
+    ),
     "updates lost in bfloat16": _prepare_half(
-      inner=optax.sgd(1e-9), params=optax.tree.cast(HALF_PARAMS, jnp.bfloat16)
+      tx=SMALL_SGD, params=optax.tree.cast(HALF_PARAMS, jnp.bfloat16)
     ),
     "update of a scalar lost": _prepare_half(
       loss_fn=lambda w, x: jnp.mean(w * x**2).astype(jnp.float32),
       params=jnp.float16(0.75),
-      inner=optax.sgd(1e-9),
+      tx=SMALL_SGD,
     ),
   },
   ("hardly changes (params['w']): 12%", "tx = ols.with_master_weights(tx)"): {
     "most updates lost": _prepare_half(
-      inner=optax.adam(1e-4), params=_fill_params(14)
+      tx=make_tx(optax.adam(1e-4)), params=_fill_params(14)
     )
   },
 }
 
 LOOKALIKES = {
   "selected parameters": prepare_step(
-    make_result=lambda old, new, finite: (
-      where(finite, new[0], old[0]),
-      new[1],
+    update=select_result(
+      lambda finite, new, old: (where(finite, new[0], old[0]), new[1])
     )
   ),
   "flat parameters": prepare_result(
@@ -156,37 +160,40 @@ LOOKALIKES = {
   "parameters that wait": prepare_two_layers(make_result=_keep_head_sometimes),
   # Updates that are zero, or much smaller than the parameters.
   "warm-up in float16": _prepare_half(
-    inner=optax.sgd(optax.linear_schedule(0.0, 0.1, 100))
+    tx=make_tx(optax.sgd(optax.linear_schedule(0.0, 0.1, 100)))
   ),
   "first micro-batch in float16": _prepare_half(
-    inner=optax.MultiSteps(optax.sgd(0.1), 4)
+    tx=make_tx(optax.MultiSteps(optax.sgd(0.1), 4))
   ),
   "few updates lost": _prepare_half(
-    inner=optax.adam(1e-4), params=_fill_params(4)
+    tx=make_tx(optax.adam(1e-4)), params=_fill_params(4)
   ),
   "copies in float32": _make_masters_step,
   "unused rows of a table": prepare_step(
     loss_fn=_embedding_loss,
     params={"table": np.full((64, 4), 0.75, np.float16)},
     batch=np.array([3, 5]),
-    inner=optax.sgd(1.0),
+    tx=make_tx(optax.sgd(1.0)),
   ),
-  "stacked updates of a loop": _prepare_half(
-    inner=optax.sgd(1e-3),
-    params={"w": np.array([[0.0] * 4] + [[0.75] * 4] * 3, np.float16)},
-    wrap=scan_steps,
+  "stacked updates of a loop": prepare_wrapped(
+    scan_steps,
+    _prepare_half(
+      tx=make_tx(optax.sgd(1e-3)),
+      params={"w": np.array([[0.0] * 4] + [[0.75] * 4] * 3, np.float16)},
+    ),
   ),
 }
 
 UNCHECKED = {
   "updates that are too small for float32": (
     prepare_step(
-      inner=optax.sgd(1e-12), params={"w": np.full((4, 4), 0.75, np.float32)}
+      tx=make_tx(optax.sgd(1e-12)),
+      params={"w": np.full((4, 4), 0.75, np.float32)},
     ),
     "the updates of this step are too small for float32",
   ),
   "updates of zero": (
-    prepare_step(inner=optax.set_to_zero()),
+    prepare_step(tx=make_tx(optax.set_to_zero())),
     "all updates of this step are zero",
   ),
 }
