@@ -59,14 +59,14 @@ class Usage(NamedTuple):
   seconds: float = 0.0
 
 
-_compiled: list[str] = []  # The names of all programs of this process.
+compiled: list[str] = []  # The names of all programs of this process.
 _usages: dict[str, list[Usage]] = collections.defaultdict(list)  # By folder.
 
 
 def _record_program(event, duration, fun_name="", **kwargs):
   del duration, kwargs
   if event == COMPILE_EVENT:
-    _compiled.append(fun_name.removeprefix("jit(").removesuffix(")"))
+    compiled.append(fun_name.removeprefix("jit(").removesuffix(")"))
 
 
 jax.monitoring.register_event_duration_secs_listener(_record_program)
@@ -92,7 +92,7 @@ def pytest_addoption(parser):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
   jax.devices()  # Not the first test pays for the start of JAX.
-  item.stash[START] = len(_compiled), _get_cpu_seconds()
+  item.stash[START] = len(compiled), _get_cpu_seconds()
   return (yield)
 
 
@@ -103,7 +103,7 @@ def pytest_runtest_makereport(item, call):
   if call.when != "call" or not is_quick:
     return report
   num_compiled, seconds = item.stash[START]
-  names = _compiled[num_compiled:]
+  names = compiled[num_compiled:]
   programs = [name for name in names if not is_operation(name)]
   usage = Usage(
     tests=1,
