@@ -2,7 +2,7 @@
 
 import functools
 
-from helpers import custom_rules, jaxprs, parametrize_slow
+from helpers import jaxprs, parametrize_slow
 from helpers.planted_layers import normal
 import jax
 from jax import lax
@@ -274,84 +274,8 @@ def test_a_matmul_only_in_the_backward_pass_needs_no_line():
   assert found == {*expect_both_passes("w"), ("head", True)}
 
 
-# The matmuls of a rule have the names of its weights, which keep them.
+# The matmuls of a rule have the names of its weights.
 WEIGHTS = normal(8, 8)
-
-
-def dense(w, x):
-  return x @ w
-
-
-def loop_dense(w, x):
-  return lax.while_loop(
-    lambda state: state[0] < 2,
-    lambda state: (state[0] + 1, dense(w, state[1])),
-    (0, x),
-  )[1]
-
-
-def branch_dense(w, x):
-  in_call = jax.jit(dense), jax.checkpoint(dense)
-  return lax.cond(x[0, 0] > 0, *in_call, w, x)
-
-
-# Functions that multiply by weights within a rule.
-INNER = {
-  "stack": lambda w, x: lax.scan(lambda x, w: (dense(w, x), None), x, w)[0],
-  "two deep": jax.jit(branch_dense),
-}
-
-
-def two_matmuls(inner):
-  return lambda params, x: jnp.tanh(inner(params["up"], x)) @ params["down"]
-
-
-def with_vjp(inner, params, x):
-  """Its gradient never runs the function itself, but what the rule does."""
-  return custom_rules.add_custom_vjp(two_matmuls(inner))(params, x)
-
-
-def with_jvp(inner, params, x):
-  return custom_rules.add_custom_jvp(two_matmuls(inner))(params, x)
-
-
-def with_a_loop(params, x):
-  block = jax.custom_vjp(two_matmuls(loop_dense))
-
-  def backward(residuals, ct):
-    params, x = residuals
-    before = loop_dense(params["up"].T, ct @ params["down"].T)
-    return {"up": x.T @ before, "down": x.T @ ct}, before
-
-  block.defvjp(lambda params, x: (block.fun(params, x), (params, x)), backward)
-  return block({name: params[name] for name in ("up", "down")}, x)
-
-
-PROGRAMS = {
-  f"{rule.__name__} {name}": (functools.partial(rule, inner), name == "stack")
-  for rule in (with_vjp, with_jvp)
-  for name, inner in INNER.items()
-} | {"with_vjp while": (with_a_loop, False)}
-
-
-@parametrize_slow("name", ["with_vjp stack", "with_jvp two deep"], PROGRAMS)
-def test_a_name_keeps_the_same_matmuls_as_keep_float32(name):
-  block, is_stack = PROGRAMS[name]
-  up = jnp.stack([WEIGHTS] * 2) if is_stack else WEIGHTS
-  params = {"up": up, "down": WEIGHTS, "head": WEIGHTS}
-
-  def loss(block):
-    return lambda params, x: jnp.mean((block(params, x) @ params["head"]) ** 2)
-
-  marked = ols.autocast(loss(ols.keep_float32(block)))
-  for kept in "up", "u*", "down":
-    cast = ols.autocast(loss(block), keep_float32=kept)
-    for transform in (lambda f: f), jax.grad:
-      dtypes, expected = (
-        [x.dtype for x in jaxprs.list_named_matmuls(transform(fun), params, X)]
-        for fun in (cast, marked)
-      )
-      assert dtypes == expected and "float16" in dtypes  # of the head
 
 
 def layer(params, x):

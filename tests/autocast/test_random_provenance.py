@@ -177,6 +177,8 @@ COARSE = {74, 92, 187, 251, 287} if jax.__version_info__ < (0, 11) else set()
 
 PAIRS = (
   ("checkpoint", "switch"),
+  ("scan", "custom_vjp"),
+  ("cond", "custom_jvp"),
   ("custom_jvp", "cond"),
   ("custom_vjp", "jit"),
   ("custom_vjp", "checkpoint"),
