@@ -19,7 +19,7 @@ import optax_lossscale as ols
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "tests"))
-from helpers import float32_models, matmul_flops
+from helpers import float32_models, jaxprs
 from shared.clock import time_call
 from shared.tables import markdown
 
@@ -49,17 +49,16 @@ def measure(model):
   params, *others = model.arrays
   fun = lambda cast: lambda p: model.value_and_grad((p, *others), cast)
   funs = fun(as_written), fun(ols.autocast)
-  jaxprs = [jax.make_jaxpr(f)(params) for f in funs]
   written, cast = (jax.jit(f).lower(params).compile() for f in funs)
   rounded = jax.tree.map(
     lambda x: x.astype(jnp.float16).astype(x.dtype), params
   )
   cosine, loss = errors(cast(params), written(params))
   least_cosine, least_loss = errors(written(rounded), written(params))
-  counts = [len(list(matmul_flops.iter_eqns(j))) for j in jaxprs]
+  counts = [len(jaxprs.list_eqns(f, params)) for f in funs]
   memory = [c.memory_analysis().temp_size_in_bytes for c in (written, cast)]
   return [
-    f"{matmul_flops.half_flops_fraction(jaxprs[1]):.2%}",
+    f"{ols.diagnostics.count_flops(funs[1], params).fraction:.2%}",
     f"{cosine:.1e} ({least_cosine:.1e})",
     f"{loss:.1e} ({least_loss:.1e})",
     f"{counts[1] / counts[0]:.2f}x",

@@ -9,7 +9,7 @@ import functools
 import inspect
 import itertools
 
-from helpers import autocast_ops, matmul_flops, parametrize_slow, sharding
+from helpers import autocast_ops, half_eqns, parametrize_slow, sharding
 from helpers.bits import assert_close, assert_functions_close
 from helpers.jax_limits import can_run_in_jax
 from helpers.planted_layers import normal
@@ -64,7 +64,7 @@ AROUND = vmap_over_members, shard_map_over_members
 def assert_sums_are_wide(gradient, *args):
   """Assert that only matmuls, of all that add or spread data, are float16."""
   jaxpr = jax.make_jaxpr(gradient)(*args)
-  assert matmul_flops.list_half_sums(jaxpr) == set()
+  assert half_eqns.list_half_sums(jaxpr) == set()
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -144,7 +144,7 @@ def test_batching_moved_values_makes_no_sum_in_half_precision(case):
     if not can_run_in_jax(jax.eval_shape, as_written, *stacked):
       continue
     half = jax.make_jaxpr(functools.partial(derivative, ols.autocast))(*stacked)
-    sums = matmul_flops.list_half_sums(half)
+    sums = half_eqns.list_half_sums(half)
     # The narrow operand of a matmul is read forward and backward. Only where
     # the gradient itself is differentiated, these two cotangents are added.
     allowed = {"add_any"} if derivative is second_derivative else set()

@@ -1,6 +1,6 @@
 """Random programs of matmuls, data movement, arithmetic and control flow."""
 
-from helpers import custom_rules, jaxprs, matmul_flops
+from helpers import custom_rules, half_eqns, jaxprs
 from helpers.bits import assert_same_bits
 import hypothesis
 from hypothesis import strategies as st
@@ -99,7 +99,7 @@ def test_a_random_program_gives_the_same_bits(program):
   # Also of many members, no cotangents are summed in half precision.
   many = jax.vmap(jax.grad(loss(half)))
   jaxpr = jax.make_jaxpr(many)(jnp.stack([W, W + 1, W + 2]))
-  assert matmul_flops.list_half_sums(jaxpr) == set()
+  assert half_eqns.list_half_sums(jaxpr) == set()
   actual, expected = (jax.jit(jax.grad(loss(f)))(W) for f in (half, fun))
   # Cotangents grow: float16 has to round them, and in the end cannot hold them.
   largest = np.max(np.abs(expected), initial=1)

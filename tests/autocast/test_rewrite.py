@@ -1,6 +1,6 @@
 """The matmuls that run in half precision, and the equations after them."""
 
-from helpers import custom_rules, jaxprs, matmul_flops, parametrize_slow
+from helpers import custom_rules, half_eqns, jaxprs, parametrize_slow
 from helpers.bits import assert_same_bits
 from helpers.jax_limits import skip_if_jax_cannot
 from helpers.planted_layers import normal
@@ -319,7 +319,7 @@ def test_cotangents_of_a_value_that_matmuls_share_add_up_in_float32(name):
   for program in (fun, jax.grad(loss)):
     jaxpr = jax.make_jaxpr(program)(A)
     assert set(jaxprs.count_eqn_matmuls_by_dtype(jaxpr.eqns)) == {"float16"}
-    assert matmul_flops.list_half_sums(jaxpr) == set()
+    assert half_eqns.list_half_sums(jaxpr) == set()
 
 
 def list_tagged(fun, *args):

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from helpers import matmul_flops
 import optax_lossscale as ols
 from optax_lossscale._jaxprs import _eqns, _primitives, _walk
 from optax_lossscale.diagnostics._precision import _layers
@@ -22,14 +21,22 @@ class Matmul(NamedTuple):
   dtype: str  # of the result
 
 
+def iter_eqns(eqns):
+  """Yield each of some equations, outermost first, and all that they call."""
+  for eqn in eqns:
+    yield eqn
+    for inner in _eqns.subjaxprs(eqn):
+      yield from iter_eqns(inner.eqns)
+
+
 def list_eqns(fun, *args):
   """All equations of a function, outermost first."""
-  return [eqn for _, eqn in matmul_flops.iter_eqns(jax.make_jaxpr(fun)(*args))]
+  return list(iter_eqns(jax.make_jaxpr(fun)(*args).eqns))
 
 
 def count_matmuls_by_dtype(fun, *args):
   """Count the matmuls by the name of the dtype of their result."""
-  return count_eqn_matmuls_by_dtype(jax.make_jaxpr(fun)(*args).jaxpr.eqns)
+  return count_eqn_matmuls_by_dtype(jax.make_jaxpr(fun)(*args).eqns)
 
 
 def list_named_matmuls(fun, *args, only_live=False):
@@ -75,8 +82,8 @@ def count_eqn_matmuls_by_dtype(eqns):
   """The same of some equations, and of all that they call."""
   return Counter(
     str(eqn.outvars[0].aval.dtype)
-    for _, eqn in matmul_flops.iter_nested_eqns(eqns)
-    if eqn.primitive.name in matmul_flops.MATMULS
+    for eqn in iter_eqns(eqns)
+    if eqn.primitive.name in ("dot_general", "conv_general_dilated")
   )
 
 
