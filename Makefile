@@ -74,8 +74,8 @@ PYTEST = $(BIN)/python -m pytest -n $(PYTEST_WORKERS)
 FROM_ELSEWHERE = <(script|img|iframe|link rel="stylesheet")[^>]* (src|href)="(https?:)?//
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-slow coverage nightly mutants bench docs dist \
-  clean FORCE
+.PHONY: help demo check test test-slow coverage nightly mutants bench docs clean \
+  FORCE
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -117,10 +117,6 @@ docs: ## Build the pages in docs/_build/html
 	$(MAKE) --no-print-directory VENV=.venv-docs .venv-docs/installed-docs
 	.venv-docs/bin/python -m sphinx -W --keep-going -b html docs docs/_build/html
 	@! grep -rnE --include='*.html' '$(FROM_ELSEWHERE)' docs/_build/html
-
-dist: $(VENV)/installed-dist ## Build the source and the binary distribution, and check them
-	$(BIN)/python -m build --outdir dist
-	$(BIN)/python -m twine check --strict dist/*
 
 clean: ## Remove what the targets made
 	rm -rf .venv* build dist docs/_build .pytest_cache .mypy_cache .ruff_cache

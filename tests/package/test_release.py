@@ -30,8 +30,8 @@ def run(*command, cwd):
 def dist(tmp_path_factory):
   """The folder with both, the wheel built from the source distribution."""
   out = tmp_path_factory.mktemp("dist")
-  # `make dist` without --no-isolation, which makes a separate environment
-  # and installs the same flit_core into it.
+  # The workflow that publishes does without --no-isolation: it makes a separate
+  # environment, and installs the same flit_core into it.
   build = sys.executable, "-m", "build", "--no-isolation"
   run(*build, "--outdir", str(out), str(ROOT), cwd=out)
   return out
