@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+import tqdm
 
 import optax_lossscale as ols
 
@@ -207,7 +208,10 @@ def data(digits):
 def digits_runs(digits, data):
   """Those runs of the demo that are compared, of full length."""
   names = set(digits.RUNS) - {"float16, fixed scale of 8"}
-  return {name: digits.train(data, *digits.RUNS[name]) for name in names}
+  progress = tqdm.tqdm(disable=True)
+  return {
+    name: digits.train(data, *digits.RUNS[name], progress) for name in names
+  }
 
 
 @pytest.mark.slow
