@@ -14,6 +14,7 @@ import optax_lossscale as ols
 
 FILE = pathlib.Path(__file__).parents[2] / "docs" / "_static" / "headroom.png"
 STEPS = 320
+COLORS = {"target": "#ffcf9e", "limit": "#8fd18f", "loss scale": "tab:blue"}
 
 
 def main():
@@ -32,7 +33,7 @@ def make_gradients():
 
 
 def record(log2_amax):
-  """Each step's scale, target and limit in binades, and if it was lost."""
+  """Each step's scale, target and limit in binades, and if it was skipped."""
   policy = ols.HeadroomLossScale()
 
   def step(state, amax):
@@ -54,23 +55,32 @@ def record(log2_amax):
   return map(np.asarray, jax.lax.scan(step, policy.init(), amax)[1])
 
 
-def draw(log2_amax, log2_scale, target, limit, lost):
+def draw(log2_amax, log2_scale, target, limit, skipped):
   steps = np.arange(STEPS)
-  figure = Figure(figsize=(8, 4.8), layout="constrained")
+  figure = Figure(figsize=(8, 5), layout="constrained")
   axes = figure.subplots()
-  best = np.where(np.isinf(log2_amax), np.nan, np.log2(65504) - log2_amax)
-  dots = {"color": "black", "label": "largest scale without overflow"}
-  axes.plot(steps, best, ".", **dots)
   # Before the first gradient there is no target, and 128 is no limit.
   target = np.where(np.isinf(target), np.nan, target)
   limit = np.where(limit == 128, np.nan, limit)
-  axes.step(steps, target, "C1-", where="post", label="target")
-  axes.step(steps, log2_scale, "C0-", where="mid", label="loss scale")
-  axes.step(steps, limit, "C2--", where="post", label="limit")
-  crosses = {"color": "tab:red", "label": "lost step"}
-  axes.plot(steps[lost], log2_scale[lost], "x", **crosses)
-  title = "Gradients in every 8th step, larger by 7 binades in every 80th"
-  axes.set(xlabel="step", ylabel="log2", ylim=(0, 85), title=title)
+  # The lines below are wider, so that each can be seen.
+  for log2, width, label in (
+    (target, 7, "target"),
+    (limit, 4, "limit"),
+    (log2_scale, 1, "loss scale"),
+  ):
+    style = {"where": "mid", "linewidth": width, "label": label}
+    axes.step(steps, np.exp2(log2), color=COLORS[label], **style)
+  best = 65504 * np.exp2(-log2_amax)  # inf where all gradients are zero
+  axes.plot(steps, best, "k.", label="largest scale without overflow")
+  crosses = {"color": "tab:red", "label": "skipped step"}
+  axes.plot(steps[skipped], np.exp2(log2_scale[skipped]), "x", **crosses)
+  axes.set_title(
+    "Gradients in every 8th step, 128 times as large in every 80th"
+  )
+  axes.set(xlabel="step", ylabel="loss scale (a factor)", yscale="log")
+  ticks = range(-30, 100, 10)
+  axes.set_yticks(np.exp2(ticks), [f"$2^{{{tick}}}$" for tick in ticks])
+  axes.minorticks_off()
   axes.legend(loc="upper right", fontsize=8)
   axes.grid(alpha=0.3)
   return figure
