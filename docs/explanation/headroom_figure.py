@@ -1,7 +1,4 @@
-"""Draws what the headroom rule does, for docs/explanation/how_policies_work.md.
-
-python benchmarks/policies/headroom_picture.py  # a few seconds
-"""
+"""Draw the figure of how_policies_work.md: what the headroom policy does."""
 
 import pathlib
 
@@ -12,7 +9,7 @@ import numpy as np
 
 import optax_lossscale as ols
 
-FILE = pathlib.Path(__file__).parents[2] / "docs" / "_static" / "headroom.png"
+FILE = pathlib.Path(__file__).parents[1] / "_static" / "headroom.png"
 STEPS = 320
 COLORS = {"target": "#ffcf9e", "limit": "#8fd18f", "loss scale": "tab:blue"}
 
