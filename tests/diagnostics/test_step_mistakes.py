@@ -32,7 +32,6 @@ QUICK = (
   "all put back",
   "old parameters",
   "sum in float16",
-  "most updates lost",
 )
 QUICK_LOOKALIKES = "capped scale", "few updates lost", "selected parameters"
 QUICK_UNCHECKED = "gradients as arguments", "updates of zero"

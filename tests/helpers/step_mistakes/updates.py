@@ -127,11 +127,6 @@ MISTAKES = {
       tx=SMALL_SGD,
     ),
   },
-  ("hardly changes (params['w']): 12%", "tx = ols.with_master_weights(tx)"): {
-    "most updates lost": _prepare_half(
-      tx=make_tx(optax.adam(1e-4)), params=_fill_params(14)
-    )
-  },
 }
 
 LOOKALIKES = {
