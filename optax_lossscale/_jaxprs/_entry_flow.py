@@ -43,6 +43,8 @@ class EntryFlow:
   Attributes:
     labels: what reaches each output.
     in_loss: the arguments that enter a function that is differentiated.
+    before_gradients: the arguments from which gradients are computed by
+      entries where they have a tag, such as a sum of earlier ones.
   """
 
   def __init__(
@@ -51,6 +53,7 @@ class EntryFlow:
     self._is_gradient = is_gradient
     self._parse_higher_order = functools.cache(_higher_order.parse_higher_order)
     self.in_loss: set[int] = set()
+    self.before_gradients: set[int] = set()
     inputs = [Labels({i}) for i, _ in enumerate(closed_jaxpr.jaxpr.invars)]
     location = _provenance.EqnLocation()
     self.labels = self._propagate(closed_jaxpr, inputs, location)
@@ -83,13 +86,12 @@ class EntryFlow:
   ) -> list[Labels]:
     tag = _tagged_values.get_tag(eqn)
     if tag is not None and self._is_gradient(tag):
+      self.before_gradients |= _list_arguments(operands)
       return [Labels({tag, AFTER_GRADIENT})]
     if location.is_backward:
       return [_NOTHING] * len(eqn.outvars)
     if location.is_differentiated:
-      self.in_loss |= {
-        x for labels in operands for x in labels if isinstance(x, int)
-      }
+      self.in_loss |= _list_arguments(operands)
     if eqn.primitive.name in _RANDOM_PRIMITIVES:
       return [Labels({RANDOM})] * len(eqn.outvars)
     hop = None if tag is not None else self._parse_higher_order(eqn)
@@ -125,6 +127,10 @@ class EntryFlow:
       if joined == list(carry):
         return [*joined, *outs[len(joined) :]]
       carry = joined
+
+
+def _list_arguments(operands: Sequence[Labels]) -> set[int]:
+  return {x for labels in operands for x in labels if isinstance(x, int)}
 
 
 def _join_entries(

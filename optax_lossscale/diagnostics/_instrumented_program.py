@@ -29,7 +29,7 @@ from optax_lossscale.diagnostics import (
 _NEVER = np.iinfo(np.int32).max
 # The kinds of tags whose values can be changed, each with the number that does
 # not change them.
-_NO_CHANGE = {"unscaled": 1.0, "masked_updates": np.nan}
+_NO_CHANGE = {"unscaled": 1.0, "backward": 1.0, "masked_updates": np.nan}
 
 
 class RunRecord(NamedTuple):
@@ -238,9 +238,9 @@ class _Instrumenter(_report_program.ReportEvaluator):
       group = self._replaceable[key]
       x = self.shared.substitutes[group]
       outs = [
-        y * x.astype(y.dtype)
-        if group.kind == "unscaled"
-        else jnp.where(jnp.isnan(x), y, jnp.full_like(y, x))
+        jnp.where(jnp.isnan(x), y, jnp.full_like(y, x))
+        if group.kind == "masked_updates"
+        else y * x.astype(y.dtype)
         for y in outs
       ]
     if key in self._measured:

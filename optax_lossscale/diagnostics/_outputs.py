@@ -204,6 +204,7 @@ def as_outputs(tag_names: list[str]) -> list[Output]:
     tag = _tags.parse_tag(name)
     assert tag is not None  # Values with other tags are not captured.
     kind, call = _get_group(tag)
+    kind = "unscaled" if kind == "backward" else kind
     outputs.append(Output(kind, tag.path, call, tag.kind))
   groups = {TagGroup(out.kind, out.group) for out in outputs}
   num_calls = collections.Counter(kind for kind, _ in groups)
@@ -299,9 +300,9 @@ def describe_dependence(
       for group in groups
     }
 
-  by_unscaled, by_update, by_scale = map(
-    find_by_group, ("unscaled", "new_updates", "new_scale")
-  )
+  by_update, by_scale = map(find_by_group, ("new_updates", "new_scale"))
+  # A program has tags of one of these kinds only.
+  by_unscaled = find_by_group("unscaled") | find_by_group("backward")
   after_update = find_outputs([k for k, x in tags.items() if x.kind == "grads"])
   after_half_backward = find_outputs(
     [
@@ -350,7 +351,7 @@ def list_tags(regions: _regions.Regions) -> dict[_regions.Key, TagGroup]:
 
 def _get_group(tag: _tags.Tag) -> TagGroup:
   kind = tag.kind.removeprefix("scaled_").removeprefix("fixed_")
-  return TagGroup("unscaled" if kind == "backward" else kind, tag.call)
+  return TagGroup(kind, tag.call)
 
 
 def number_calls(closed_jaxpr: _eqns.ClosedJaxpr) -> _eqns.ClosedJaxpr:

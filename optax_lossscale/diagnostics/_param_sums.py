@@ -4,7 +4,7 @@ Parameters, updates and results belong together if their paths end alike. If the
 new value of a parameter is no sum, such as a projection, nothing is said of it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 import functools
 import itertools
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from optax_lossscale import _arrays
 from optax_lossscale.diagnostics import (
+  _carried_arrays,
   _host_values,
   _outputs,
   _reports,
@@ -54,11 +55,14 @@ class ParamSums(NamedTuple):
   mistakes: list[_reports.Problem]
 
 
-def find_param_sums(runs: _step_runs.StepRuns) -> ParamSums:
+def find_param_sums(
+  runs: _step_runs.StepRuns, carried: Sequence[_carried_arrays.Carried]
+) -> ParamSums:
   """Find the new parameters among the results of a step, and check them.
 
   Args:
     runs: the runs of the step.
+    carried: its results that replace arguments.
   """
   matches = list(_match_params(runs.traced, runs.outs))
   comparisons = _host_values.to_host(
@@ -71,42 +75,53 @@ def find_param_sums(runs: _step_runs.StepRuns) -> ParamSums:
   mistakes = []
   if in_half:
     mistakes = [_reports.fill_in_names(_SUM_IN_HALF, name=in_half[0])]
-  elif sums and not _depends_on_params(
-    runs, {i: x.result for i, x in sums.items()}
+  elif unused := _find_unused(
+    runs, carried, {i: x.result for i, x in sums.items()}
   ):
-    name = next(iter(names.values()))
-    mistakes = [_reports.fill_in_names(_OTHER_PARAMS, name=name)]
+    unused_names = _reports.format_names([names[i] for i in unused])
+    mistakes = [_reports.fill_in_names(_OTHER_PARAMS, name=unused_names)]
   return ParamSums(names, mistakes)
 
 
-def _depends_on_params(
-  runs: _step_runs.StepRuns, new_params: dict[int, Any]
-) -> bool:
-  """Return whether the loss or the gradients change with the new parameters.
+def _find_unused(
+  runs: _step_runs.StepRuns,
+  carried: Sequence[_carried_arrays.Carried],
+  new_params: dict[int, Any],
+) -> list[int]:
+  """Return the parameters on which no loss depends, as indices of inputs.
 
-  The value of a surrogate loss may be constant, such as a ratio to itself.
+  Neither they nor what follows from them by entries enters a function that is
+  differentiated, such as the working copy of a master. Refs are not followed,
+  so that a run with other values must confirm it.
+
+  Args:
+    runs: the runs of the step.
+    carried: its results that replace arguments.
+    new_params: the new value of each parameter, by the index of the input.
   """
   traced = runs.traced
-  if not traced.select_kind(runs.outs, "loss"):
-    return True
-
-  def is_changed_by(change: Callable[[Any], Any]) -> bool:
-    outs = runs.run(
-      [
-        change(new_params[i]).astype(jax.dtypes.canonicalize_dtype(x.dtype))
-        if i in new_params
-        else x
-        for i, x in enumerate(traced.inputs)
-      ]
+  in_loss = traced.flow.in_loss
+  unused = [
+    i
+    for i in new_params
+    if i not in in_loss
+    and not any(
+      x.input_index in in_loss and i in traced.flow.labels[x.output_index]
+      for x in carried
     )
-    triples = zip(traced.outputs, runs.outs, outs, strict=True)
-    return _host_values.is_any_different(
-      (x, y) for output, x, y in triples if output.kind in ("loss", "grads")
-    )
-
-  # The updates may be lost in half precision, or in a loss that is large. The
-  # factor alone would not change zeros.
-  return is_changed_by(lambda x: x) or is_changed_by(lambda x: 1024 * x + 1)
+  ]
+  if not unused or not traced.select_kind(runs.outs, "loss"):
+    return []
+  # The factor alone would not change zeros.
+  inputs = [
+    (1024 * x + 1).astype(x.dtype) if i in unused else x
+    for i, x in enumerate(traced.inputs)
+  ]
+  triples = zip(traced.outputs, runs.outs, runs.run(inputs), strict=True)
+  depends = _host_values.is_any_different(
+    (x, y) for output, x, y in triples if output.kind in ("loss", "grads")
+  )
+  return [] if depends else unused
 
 
 class _Match(NamedTuple):

@@ -241,11 +241,7 @@ def _judge_grad(
 
 def _replace_unscaled(runs: _step_runs.StepRuns) -> Sequence[Any] | None:
   """Run the step with small unscaled gradients, if there are any."""
-  groups = {
-    _outputs.TagGroup(x.kind, x.group)
-    for x in runs.traced.outputs
-    if x.tag_kind == "unscaled"
-  }
+  groups = {tag for tag in runs.traced.tags.values() if tag.kind == "unscaled"}
   return runs.run_replaced(dict.fromkeys(groups, _SMALL)) if groups else None
 
 

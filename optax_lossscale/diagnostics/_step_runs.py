@@ -90,12 +90,7 @@ class StepRuns:
       for i, update in self.updates.items()
     ):
       return []
-    groups = {
-      _outputs.TagGroup(x.kind, x.group): None
-      for x in self.traced.outputs
-      if x.tag_kind == "backward"
-    }
-    return list(groups)
+    return [x for x in {*self.traced.tags.values()} if x.kind == "backward"]
 
   def run_with_overflow(
     self, indices: Sequence[int], replaced: Replacements | None = None

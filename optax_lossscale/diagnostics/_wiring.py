@@ -212,7 +212,7 @@ def _check_runs(
     carried: the results that replace arguments.
     passed: what is said of a step without mistakes.
   """
-  param_sums = _param_sums.find_param_sums(runs)
+  param_sums = _param_sums.find_param_sums(runs, carried)
   findings = [
     *_scaling_mistakes.check_hidden_overflow(runs.traced, overflow_outs),
     *_returned_states.check_after_overflow(runs, overflow_outs),

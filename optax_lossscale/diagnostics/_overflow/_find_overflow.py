@@ -39,6 +39,9 @@ from optax_lossscale.diagnostics._overflow import (
 
 # The outputs that show what an ``update`` receives and computes.
 _UPDATE_KINDS = {"grads", "unscaled", "updates"}
+# What may be infinite in a sound step. In a skipped step, `update` throws the
+# updates of the inner optimizer away.
+_IGNORED_KINDS = {"metric", "unused", "new_updates"}
 # Matches the name of an argument in the state of a wrapped optimizer.
 # ``update`` receives this state, too.
 _INNER_STATE_RE = re.compile(r"\.inner_state\b")
@@ -171,7 +174,7 @@ def search_traced(
   bad_outputs = [
     i
     for i in _host_values.list_nonfinite(record.outs)
-    if traced.outputs[i].kind not in ("metric", "unused")
+    if traced.outputs[i].kind not in _IGNORED_KINDS
   ]
   origins = [
     _description.describe_origin(traced, origin)
