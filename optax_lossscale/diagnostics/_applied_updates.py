@@ -7,13 +7,19 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from optax_lossscale._jaxprs import _eqns
+from optax_lossscale._jaxprs import _eqns, _regions
 from optax_lossscale.diagnostics import (
+  _carried_arrays,
   _host_values,
   _outputs,
   _reports,
+  _scaling_mistakes,
   _step_runs,
+  _tracing,
 )
+
+# log2 of a factor on the loss scale that changes no update.
+_LOG2_FACTOR = -4
 
 NO_PARAMS = _reports.Problem(
   "The step does not return parameters that depend on the updates, so nothing"
@@ -31,6 +37,21 @@ _LOST_UPDATES = _reports.Problem(
 _UNCHANGED_PARAMS = _reports.Problem(
   "The step returns the old parameters, although the updates are not zero.",
   "Return the new parameters: params = optax.apply_updates(params, updates).",
+)
+
+_CROSSED_UPDATES = _reports.Problem(
+  "The updates of two networks are crossed: only the gradients of update [{k}]"
+  " depend on the parameters to which update [{i}] is applied, and vice versa.",
+  "Apply each to its own parameters: params = optax.apply_updates(params,"
+  " updates).",
+)
+
+_SCALED_UPDATES = _reports.Problem(
+  "The parameters change {factor:g} times as much if the loss scale is"
+  f" multiplied by 2**{_LOG2_FACTOR}: the updates are multiplied or divided by"
+  " it.",
+  "Apply the updates unchanged: params = optax.apply_updates(params, updates)."
+  " The gradients that update receives are unscaled.",
 )
 
 KEPT_BACK = (
@@ -106,6 +127,79 @@ def check_changes(
     else:
       is_inverted = _responds(runs, i, overflow_outs)
       yield _UNCHANGED_PARAMS if is_inverted else KEPT_BACK
+
+
+def check_crossed(
+  runs: _step_runs.StepRuns, carried: Sequence[_carried_arrays.Carried]
+) -> list[_reports.Problem]:
+  """Check that the gradients of an update depend on what it is applied to.
+
+  Args:
+    runs: the runs of the step.
+    carried: its results that replace arguments.
+  """
+  traced = runs.traced
+  groups_by_update: dict[int, list[frozenset[int]]] = {}
+  for x in carried if len(runs.updates) > 1 else ():
+    updates = traced.outputs[x.output_index].new_updates
+    if len(updates) == 1 and x.input_index in traced.flow.in_loss:
+      groups = _find_grad_groups(traced, x.input_index)
+      (update,) = updates
+      groups_by_update.setdefault(update, []).append(groups)
+  # A pair of numbers may be a game, in which each gradient is the other number.
+  depends_only_on = {
+    i: next(iter(groups[0]))
+    for i, groups in groups_by_update.items()
+    if len(groups) > 1 and len({*groups}) == 1 and len(groups[0]) == 1
+  }
+  return [
+    _reports.fill_in_names(_CROSSED_UPDATES, i=i, k=k)
+    for i, k in depends_only_on.items()
+    if i < k and depends_only_on.get(k) == i
+  ]
+
+
+def _find_grad_groups(
+  traced: _tracing.TracedFunction, argument: int
+) -> frozenset[int]:
+  """Return the updates whose gradients depend on an argument."""
+  regions = traced.get_regions()
+  outputs = [
+    traced.outputs[_regions.get_output_index(key)]
+    for key in regions.find_descendants([(_regions.ARGUMENT, argument)])
+    if _regions.is_output(key)
+  ]
+  return frozenset(x.group for x in outputs if x.kind == "grads")
+
+
+def check_scaled(
+  runs: _step_runs.StepRuns, carried: Sequence[_carried_arrays.Carried]
+) -> list[_reports.Problem]:
+  """Check that the change of the parameters is the same at each loss scale.
+
+  Args:
+    runs: the runs of the step.
+    carried: its results that replace arguments.
+  """
+  traced = runs.traced
+  params = [
+    x
+    for x in carried
+    if x.input_index in traced.flow.in_loss
+    and traced.outputs[x.output_index].new_updates
+  ]
+  if not params:
+    return []
+  outs = runs.run_with_factor(2.0**_LOG2_FACTOR)
+  for x in params:
+    old = traced.inputs[x.input_index]
+    ratio = _scaling_mistakes.measure_ratio(
+      runs.outs[x.output_index] - old, outs[x.output_index] - old
+    )
+    for factor in (2.0**_LOG2_FACTOR, 2.0**-_LOG2_FACTOR):
+      if _scaling_mistakes.is_close(ratio, factor):
+        return [_reports.fill_in_names(_SCALED_UPDATES, factor=factor)]
+  return []
 
 
 def is_lost(problem: _reports.Problem) -> bool:

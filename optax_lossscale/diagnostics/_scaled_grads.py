@@ -64,7 +64,8 @@ class ScaledGrads(NamedTuple):
       by the index of its output, the factor by which a sound gradient changes
       if the loss scale halves.
     mistakes: mistakes in how gradients are scaled.
-    is_known: whether these are all gradients that are not zero.
+    is_known: whether these are all gradients that are not zero, apart from
+      those with a fixed loss scale.
   """
 
   ratios: dict[int, float]
@@ -99,7 +100,9 @@ def find_scaled_grads(runs: _step_runs.StepRuns) -> ScaledGrads:
     if scales.by_grad[i]
   }
   mistakes = list(dict.fromkeys(_find_mistakes(runs, grads, scales)))
-  return ScaledGrads(ratios, mistakes, len(ratios) == len(grads))
+  unknown = grads.keys() - ratios.keys()
+  is_known = all(_is_fixed(traced, grads[i].group) for i in unknown)
+  return ScaledGrads(ratios, mistakes, is_known)
 
 
 class _Scales(NamedTuple):

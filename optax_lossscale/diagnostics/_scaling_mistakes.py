@@ -7,13 +7,15 @@
   that is unscaled exactly once stays the same.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale import _arrays
 from optax_lossscale._jaxprs import _eqns, _walk
 from optax_lossscale.diagnostics import (
   _host_values,
@@ -135,13 +137,40 @@ def check_scale_invariance(
   """
   if not ratios or not traced.scale_indices:
     return []
+  check = functools.partial(
+    _check_invariance, traced, ratios, run_step, outs, is_exact
+  )
+  # A sum of scaled gradients of earlier calls changes with the loss scale.
+  sums = [
+    i
+    for i in traced.flow.before_gradients - traced.flow.in_loss
+    if _arrays.is_inexact(traced.inputs[i])
+  ]
+  scales = traced.scale_indices
+  mistakes = check(scales)
+  return check([*scales, *sums]) and mistakes if sums else mistakes
+
+
+def _check_invariance(
+  traced: _tracing.TracedFunction,
+  ratios: Mapping[int, float],
+  run_step: RunFn,
+  outs: Outs,
+  is_exact: bool,
+  scaled_inputs: Collection[int],
+) -> list[_reports.Problem]:
+  """Check that gradients stay the same if these inputs are multiplied.
+
+  All other arguments are those of :func:`check_scale_invariance`.
+  """
   grad_outputs = [traced.outputs[i] for i in ratios]
   grads = [outs[i] for i in ratios]
   log2_ratios = np.log2(np.array([*ratios.values()]))
 
   def measure_at(log2_scale: int) -> np.ndarray:
     """Return how much the gradients change: ratio and error of each."""
-    changed_outs = run_step(traced.scale_inputs(2.0**log2_scale))
+    inputs = traced.scale_inputs(2.0**log2_scale, scaled_inputs)
+    changed_outs = run_step(inputs)
     changed_grads = [changed_outs[i] for i in ratios]
     pairs = zip(grads, changed_grads, strict=True)
     rows = _host_values.to_host([_measure_change(x, y) for x, y in pairs])

@@ -78,7 +78,7 @@ class Wiring(NamedTuple):
     limitations: what could not be checked, in sentences.
     passed: what the step returns correctly, in sentences.
     has_run: whether any ``update`` ran.
-    knows_scales: whether it is known how all gradients are scaled.
+    knows_scales: whether loss scales multiply all gradients.
   """
 
   problems: list[_reports.Problem]
@@ -132,6 +132,11 @@ def check_wiring(
       runs.outs,
       is_exact=not _scaling_mistakes.has_narrow_range_eqn(traced.closed_jaxpr),
     )
+  # Others explain better what is wrong with updates.
+  if has_run and not mistakes:
+    mistakes = _applied_updates.check_crossed(search.finite_runs, carried)
+  if has_run and not mistakes:
+    mistakes = _applied_updates.check_scaled(search.finite_runs, carried)
   limitations = list(returned.limitations)
   if has_overflow:
     limitations.append(_NOT_FINITE)
@@ -142,7 +147,7 @@ def check_wiring(
     limitations=limitations,
     passed=returned.passed,
     has_run=has_run or not runs.updates,
-    knows_scales=scaled_grads.is_known,
+    knows_scales=bool(scaled_grads.ratios) and scaled_grads.is_known,
   )
 
 
@@ -296,13 +301,17 @@ def _check_nan_state(
     carried: the results that replace arguments.
     param_indices: the indices of the parameters among the inputs.
   """
+  outputs = runs.traced.outputs
   states = [
-    x.output_index for x in carried if x.input_index not in param_indices
+    x.output_index
+    for x in carried
+    if x.input_index not in param_indices
+    and not outputs[x.output_index].new_updates
   ]
   nonfinite = _host_values.list_nonfinite(overflow_outs[i] for i in states)
   # A state may hold inf from the start, such as the best loss so far.
   names = [
-    runs.traced.outputs[i].name
+    outputs[i].name
     for i in map(states.__getitem__, nonfinite)
     if _host_values.has_nan(overflow_outs[i])
     and not _host_values.has_nan(runs.outs[i])
