@@ -190,16 +190,27 @@ def check_scaled(
   ]
   if not params:
     return []
-  outs = runs.run_with_factor(2.0**_LOG2_FACTOR)
-  for x in params:
-    old = traced.inputs[x.input_index]
-    ratio = _scaling_mistakes.measure_ratio(
-      runs.outs[x.output_index] - old, outs[x.output_index] - old
+
+  def is_multiplied(log2_scale: int, factor: float) -> bool:
+    """Return whether each parameter changes by a factor with another scale."""
+    outs = runs.run_with_factor(2.0**log2_scale)
+    return all(
+      _scaling_mistakes.is_close(
+        _scaling_mistakes.measure_ratio(
+          runs.outs[x.output_index] - traced.inputs[x.input_index],
+          outs[x.output_index] - traced.inputs[x.input_index],
+        ),
+        factor,
+      )
+      for x in params
     )
-    for factor in (2.0**_LOG2_FACTOR, 2.0**-_LOG2_FACTOR):
-      if _scaling_mistakes.is_close(ratio, factor):
-        return [_reports.fill_in_names(_SCALED_UPDATES, factor=factor)]
-  return []
+
+  # The changes of a step with noise differ in each run.
+  return [
+    _reports.fill_in_names(_SCALED_UPDATES, factor=factor)
+    for factor in (2.0**_LOG2_FACTOR, 2.0**-_LOG2_FACTOR)
+    if is_multiplied(_LOG2_FACTOR, factor) and is_multiplied(0, 1.0)
+  ]
 
 
 def is_lost(problem: _reports.Problem) -> bool:

@@ -7,6 +7,7 @@ list of problems, each with a fix, the most important first.
 
 from collections.abc import Callable, Iterator
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 from optax_lossscale import _transfer_guard
@@ -230,10 +231,9 @@ def _judge_results(
 def _find_numeric_problems(results: _Results) -> list[_reports.Problem]:
   """Return the problems with overflow, lost precision and zero gradients."""
   _, search, report, wiring, _ = results
-  traced = search.runs.traced
   report = report if wiring.has_run else None
   loss_scale = _numeric_problems.read_loss_scale(
-    traced, can_decrease=not wiring.problems
+    search.runs, can_decrease=not wiring.problems
   )
   problems = _numeric_problems.find_numeric_problems(
     search.origin, report, loss_scale
@@ -283,9 +283,9 @@ def _describe_amplification(
 ) -> Iterator[str]:
   """Yield that errors are large because the step amplifies any rounding."""
   names = report.ill_conditioned_arrays
+  error = max((report.array_errors[name] for name in names), default=0.0)
   # A few gradients are rounding noise in many sound steps.
-  if 2 * len(names) > len(report.array_errors):
-    error = max(report.array_errors[name] for name in names)
+  if 2 * len(names) > len(report.array_errors) and math.isfinite(error):
     yield (
       f"the precision of {len(names)} gradients, such as {names[0]}: the step"
       f" amplifies any rounding, so errors of {error:.2g} are expected in"

@@ -24,13 +24,15 @@ _LOG2_DECREASES = (4, 8, 12, 16)
 
 
 def read_loss_scale(
-  traced: _tracing.TracedFunction, can_decrease: bool
+  runs: _step_runs.StepRuns, can_decrease: bool
 ) -> _comparison.LossScale:
-  """Return the loss scale that a step has as an argument."""
-  scales = _host_values.to_host(
-    [traced.inputs[i] for i in traced.scale_indices]
-  )
-  values = {x for scale in scales for x in np.ravel(scale).tolist()}
+  """Return the loss scale that a step has as an argument, if it acts."""
+  traced, values = runs.traced, set[float]()
+  if runs.loss_scale_acts:
+    scales = _host_values.to_host(
+      [traced.inputs[i] for i in traced.scale_indices]
+    )
+    values = {x for scale in scales for x in np.ravel(scale).tolist()}
   value = values.pop() if len(values) == 1 else None
   return _comparison.LossScale(value, traced.lowest_scale, can_decrease)
 

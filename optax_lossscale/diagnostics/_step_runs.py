@@ -59,6 +59,14 @@ class StepRuns:
     return self.run_with_overflow(self.traced.scale_indices)
 
   @functools.cached_property
+  def loss_scale_acts(self) -> bool:
+    """Whether a loss scale among the arguments multiplies any gradient."""
+    if not self.traced.scale_indices:
+      return False
+    outs = self.overflow_outs
+    return outs is None or not has_finite_grads(self.traced, outs)
+
+  @functools.cached_property
   def skipped_outs(self) -> Sequence[Any] | None:
     """The outputs if each `update` skips; None if the step raises an error."""
     if self.overflow_outs is None or not self._unscaled_grads:

@@ -54,7 +54,7 @@ FIXES = {
   **dict.fromkeys(
     ("log", "log2"),
     "keep zero and negative numbers out before the operation:"
-    " jnp.log(jnp.where(x > 0, x, 1)).{limit} Or compute the loss from logits:"
+    " jnp.log(jnp.where(x > 0, x, 1)). Or compute the loss from logits:"
     " jax.nn.log_softmax, optax.losses.sigmoid_binary_cross_entropy.",
   ),
   **dict.fromkeys(
@@ -78,23 +78,40 @@ FIXES = {
   ),
 }
 
+# In front of a fix for numbers that are zero in a dtype of a narrow range.
+FLOAT32_FIRST = (
+  "small numbers become zero in {dtype}, so compute it in float32, with the"
+  " operations that lead to it: x.astype(jnp.float32). If this is not enough, "
+)
+# A hyperparameter in half precision, such as b2, may be rounded to 1.
+HYPERPARAMETER_FIX = (
+  "1 - b2 is zero if b2 is rounded to 1 in {dtype}: hyperparameters have the"
+  " dtype of the parameters. Keep them in float32:"
+  " optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(...), or"
+  " wrap the optimizer, which then receives float32 parameters:"
+  " ols.with_master_weights(tx)."
+)
+
 # The fix for each operation that has no value at small operands.
 SMALL_OPERAND_FIXES = {
   "div": (
     "a divisor is zero or too small. Keep such numbers out before the"
-    " operation: x / jnp.where(jnp.abs(y) > {small}, y, 1), or use a larger"
-    " epsilon, also for the optimizer: eps={small}.{limit}"
+    " operation: x / jnp.where(jnp.abs(y) > 1e-6, y, 1), or use a larger"
+    " epsilon, also for the optimizer: eps=1e-6."
   ),
   "pow": (
     "an operand of pow is negative or too small. Keep such numbers out before"
-    " the operation: jnp.where(x > {small}, x, 1) ** p."
+    " the operation: jnp.where(x > 1e-6, x, 1) ** p."
   ),
   "integer_pow": (
     "an operand is too small for 1 / x, x**-2, a root or their derivatives."
     " Keep such numbers out before the operation:"
-    " jnp.where(jnp.abs(x) > {small}, x, 1)."
+    " jnp.where(jnp.abs(x) > 1e-6, x, 1)."
   ),
 }
+
+# The fixes for operands that may be zero only because of their dtype.
+UNDERFLOW_FIXES = {FIXES["log"], FIXES["sqrt"], *SMALL_OPERAND_FIXES.values()}
 
 
 def find_function(

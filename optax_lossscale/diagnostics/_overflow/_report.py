@@ -110,6 +110,11 @@ class Overflow(_reports.PrintedReport):
     """The fix, in a sentence or two, with a line of code if possible."""
     template = next(fix for applies, fix in _FIXES if applies(self))
     function = self._context.function or self.primitive
+    may_underflow = _has_narrow_range(self) and (
+      self.kind == "inf" or self.primitive == "div"
+    )
+    if may_underflow and template in _domains.UNDERFLOW_FIXES:
+      template = _domains.FLOAT32_FIRST + template
     layer = self.name.removesuffix(f" at {self.source_line}")
     return template.format(
       dtype=self.dtype,
@@ -121,9 +126,6 @@ class Overflow(_reports.PrintedReport):
       exponent=_dtype_limits.format_overflow_threshold(
         self.primitive, self.dtype
       ),
-      limit=" A small constant such as 1e-8 is zero in float16."
-      if _has_narrow_range(self)
-      else "",
       lower=(
         "ols.set_loss_scale(opt_state, scale /"
         f" {1 / (self.scale_factor or 1 / 16):g})"
@@ -132,7 +134,6 @@ class Overflow(_reports.PrintedReport):
       if self.backward or not self._context.has_loss_scale
       else " No loss scale helps in the forward pass.",
       function=function,
-      small=_get_small_constant(self),
     )
 
   def as_dict(self) -> dict[str, Any]:
@@ -221,14 +222,10 @@ def _has_small_operand(origin: Overflow) -> bool:
   amax = origin.inputs[0].amax or 0.0
   top = float(jnp.finfo(origin.dtype).max)
   if origin.primitive == "div":
-    is_small = amax < top * float(_get_small_constant(origin))
+    is_small = amax < top * (1e-2 if _has_narrow_range(origin) else 1e-6)
     return is_small or origin.scale_factor == 0
   is_nan_of_pow = origin.primitive == "pow" and origin.kind == "nan"
   return is_nan_of_pow or amax < top**0.25
-
-
-def _get_small_constant(origin: Overflow) -> str:
-  return "1e-2" if _has_narrow_range(origin) else "1e-6"
 
 
 def _is_undefined(origin: Overflow) -> bool:
@@ -334,7 +331,7 @@ _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
     lambda x: x.primitive == "sub" and _is_nan_from_infs(x),
     "a row of a softmax is masked completely, and exp(-inf - -inf) is NaN. Mask"
     " with jnp.where(keep, scores, jnp.finfo(scores.dtype).min), or leave such"
-    " rows out.",
+    " rows out. A recursion begins at this number, too, in place of -inf.",
   ),
   (
     _is_nan_from_infs,
@@ -355,6 +352,15 @@ _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
     " ols.DynamicLossScale(min_scale=2.0**-24), or make the loss smaller.",
   ),
   (lambda x: bool(x.scale_factor), _LOWER_SCALE),
+  (
+    lambda x: (
+      x._context.after_backward
+      and x.primitive == "div"
+      and float(jnp.finfo(x.dtype).eps) > 1e-6
+      and x.inputs[-1].amax == 0
+    ),
+    _domains.HYPERPARAMETER_FIX,
+  ),
   *(
     (lambda x, name=name: (x._context.function or x.primitive) == name, fix)
     for name, fix in _domains.FIXES.items()
@@ -394,12 +400,15 @@ _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
   (
     lambda x: x.primitive in _EXPONENTIALS and _has_narrow_range(x),
     "{primitive} overflows above {exponent} in {dtype}. Compute it in float32:"
-    " jnp.{primitive}(x.astype(jnp.float32)), or subtract the maximum first.",
+    " jnp.{primitive}(x.astype(jnp.float32)), or limit the operand:"
+    " jnp.minimum(x, {exponent}). A softmax subtracts the maximum:"
+    " jax.nn.softmax.",
   ),
   (
     _is_primitive_in(_EXPONENTIALS),
-    "{primitive} overflows above {exponent} in {dtype}. Subtract the maximum"
-    " from its operand first.",
+    "{primitive} overflows above {exponent} in {dtype}. Limit the operand:"
+    " jnp.minimum(x, {exponent}). A softmax subtracts the maximum:"
+    " jax.nn.softmax.",
   ),
   (
     lambda x: not _has_narrow_range(x),

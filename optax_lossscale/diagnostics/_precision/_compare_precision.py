@@ -273,8 +273,12 @@ def _explain_errors(
     report = report_layers(
       report, layers.list_rows(), list(layers.effect_by_layer.values()), eps
     )
-    if not report.is_accurate and not report.suggested_log2_scale_change:
-      report = _suggest_scaling(report, reference, eps)
+    if not (
+      report.is_accurate
+      or report.suggested_log2_scale_change
+      or step_runs.loss_scale_acts  # Others were tried.
+    ):
+      report = _suggest_scaling(report, eps)
   amplified_mask = reference.amplified_mask
   return excuse_errors(
     report,
@@ -286,13 +290,9 @@ def _explain_errors(
 
 
 def _suggest_scaling(
-  report: _comparison.PrecisionComparison,
-  reference: _reference_runs.ReferenceRun,
-  eps: float,
+  report: _comparison.PrecisionComparison, eps: float
 ) -> _comparison.PrecisionComparison:
   """Suggest a loss scale if the backward pass underflows without any."""
-  if reference.half_runs.traced.scale_indices:  # Others were tried.
-    return report
   log2_increase = _limits.compute_log2_shortfall(
     [
       (
