@@ -55,12 +55,12 @@ def main() -> None:
   add("--output", type=pathlib.Path, default=FOLDER)
   args = parser.parse_args()
   for part in args.parts:
-    measure, make_tables = PARTS[part]
+    measure = PARTS[part][0]
     for device in args.devices or DEVICES[part]:
       if device in DEVICES[part]:
         figures = measure(device)
         _write(args.output, part, device, figures)
-        for title, table in make_tables(figures).items():
+        for title, table in _make_tables(part, figures).items():
           print(f"\n### {device}, {title}\n\n{table}")
 
 
@@ -227,6 +227,14 @@ def _make_workloads() -> dict[str, Workload]:
   return workloads
 
 
+def _make_tables(part: str, figures: Figures) -> dict[str, str]:
+  """Return the tables of a part by title."""
+  if part == "steps":
+    return _tabulate_steps(figures)
+  rows = [{"name": name} | found for name, found in figures.items()]
+  return {part: tabulate(PARTS[part][1], rows)}
+
+
 def _tabulate_steps(figures: Figures) -> dict[str, str]:
   rows = [{"step": name} | found for name, found in figures.items()]
   variants = next(iter(figures.values()))
@@ -250,11 +258,6 @@ GRADIENT_COLUMNS = {
 }
 
 
-def _tabulate_gradients(figures: Figures, title: str) -> dict[str, str]:
-  rows = [{"name": name} | found for name, found in figures.items()]
-  return {title: tabulate(GRADIENT_COLUMNS, rows)}
-
-
 MASTER_WEIGHTS_COLUMNS = {
   "bytes per parameter": "{name}",
   "moved": "{bytes:.2f}",
@@ -264,24 +267,13 @@ MASTER_WEIGHTS_COLUMNS = {
 }
 
 
-def _tabulate_master_weights(figures: Figures) -> dict[str, str]:
-  rows = [{"name": name} | found for name, found in figures.items()]
-  return {"master weights": tabulate(MASTER_WEIGHTS_COLUMNS, rows)}
-
-
 ON_TPU = ("v5e", "v5p", "v6e")
-# The functions that measure a part on a device and format its tables.
-PARTS = {
-  "steps": (_measure_steps, _tabulate_steps),
-  "master weights": (measure_master_weights, _tabulate_master_weights),
-  "autocast": (
-    _measure_autocast,
-    functools.partial(_tabulate_gradients, title="autocast"),
-  ),
-  "attention": (
-    measure_attention,
-    functools.partial(_tabulate_gradients, title="attention"),
-  ),
+# The function that measures a part on a device, and the columns of its table.
+PARTS: dict[str, Any] = {
+  "steps": (_measure_steps, None),  # which have two tables
+  "master weights": (measure_master_weights, MASTER_WEIGHTS_COLUMNS),
+  "autocast": (_measure_autocast, GRADIENT_COLUMNS),
+  "attention": (measure_attention, GRADIENT_COLUMNS),
 }
 DEVICES = {
   "steps": ("v5e", "v6e", "t4", "v100", "h100"),

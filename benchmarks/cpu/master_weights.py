@@ -43,8 +43,7 @@ def main() -> None:
 
 
 def make_table(variants: dict[str, dict[str, Any]]) -> str:
-  rows = [{"name": name} | figures for name, figures in variants.items()]
-  return tabulate(COLUMNS, rows)
+  return tabulate(COLUMNS, [{"name": n} | f for n, f in variants.items()])
 
 
 def measure(scale: float, rounds: int) -> dict[str, dict[str, Any]]:

@@ -54,10 +54,7 @@ def _parse_args():
 
 
 def _drop_slow_compiles(variants, workload):
-  """All but those whose compile time is quadratic in the number of leaves.
-
-  With 600 leaves they would take a quarter of an hour.
-  """
+  """Drop those that compile 600 leaves for a quarter of an hour."""
   if workload != "adam, 600 leaves":
     return variants
   return [name for name in variants if name not in ("Flax DynamicScale", "jmp")]
