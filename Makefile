@@ -74,8 +74,8 @@ PYTEST = $(BIN)/python -m pytest -n $(PYTEST_WORKERS)
 FROM_ELSEWHERE = <(script|img|iframe|link rel="stylesheet")[^>]* (src|href)="(https?:)?//
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-slow coverage nightly mutants bench docs clean \
-  FORCE
+.PHONY: help demo check test test-slow coverage nightly mutants bench parity docs \
+  clean FORCE
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -112,6 +112,9 @@ bench: ## Measure speed; OF=cpu, autocast, reports or compilers; ARGS="--help"
 	$(MAKE) --no-print-directory VENV=$(word 1,$(OF_$(OF))) \
 	  $(word 1,$(OF_$(OF)))/installed-$(word 2,$(OF_$(OF)))
 	$(word 1,$(OF_$(OF)))/bin/python $(word 3,$(OF_$(OF))) $(ARGS)
+
+parity: $(VENV)/installed-examples ## Train five tasks in eight variants, and compare each with float32
+	$(BIN)/python benchmarks/parity/parity.py
 
 docs: ## Build the pages in docs/_build/html
 	$(MAKE) --no-print-directory VENV=.venv-docs .venv-docs/installed-docs
