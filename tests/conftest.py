@@ -1,5 +1,7 @@
 """Settings that all tests share."""
 
+import dataclasses
+import functools
 import os
 import pathlib
 
@@ -62,10 +64,16 @@ def pytest_make_parametrize_id(val):
     return f"{val.dtype}{list(val.shape)}".replace(" ", "")
   if isinstance(val, range):
     return f"{val.start}..{val.stop}"
+  if isinstance(val, functools.partial):
+    return val.func.__name__
+  if dataclasses.is_dataclass(val) and not isinstance(val, type):
+    return type(val).__name__
   if not isinstance(val, (dict, list, tuple)):
     return None  # The default is readable.
-  name = describe(val)
-  return name if len(name) <= 60 and " " not in name else None
+  for name in describe(val), ",".join(map(str, val)):
+    if len(name) <= 90 and " " not in name:
+      return name
+  return None
 
 
 def describe(val, depth=3):
@@ -75,7 +83,7 @@ def describe(val, depth=3):
     return ",".join(items) or "{}"
   if isinstance(val, (list, tuple)) and depth:
     return f"[{','.join(describe(x, depth - 1) for x in val)}]"
-  if isinstance(val, (bool, int, float, str, np.dtype, type(None))):
+  if isinstance(val, (bool, int, float, str, np.dtype, np.bool_, type(None))):
     return str(val)
   return getattr(val, "__name__", " ")
 
