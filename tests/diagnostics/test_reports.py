@@ -97,8 +97,6 @@ def test_a_step_with_compiler_options_is_accepted():
 
 @pytest.mark.slow
 def test_a_ref_among_the_arguments_is_unchanged():
-  if not hasattr(jax, "new_ref"):
-    return  # There are none before.
   refs = jax.tree.map(jax.new_ref, PARAMS)
   plain, (_, state, batch) = make_step()
 
