@@ -361,6 +361,27 @@ def trace_step():
   return traced, kinds.index("grads")
 
 
+def check_scale_invariance(make_factor, is_exact=True):
+  """Return the problems of gradients that have a factor at another scale.
+
+  Args:
+    make_factor: a function of the ratio of the loss scale and the traced one.
+    is_exact: whether the gradient is computed without half precision.
+  """
+  traced, grad_index = trace_step()
+  (scale_index,) = traced.scale_indices
+  scale = np.float32(traced.inputs[scale_index])
+  grads = np.arange(1, 5, dtype=np.float32)
+
+  def run_step(inputs):
+    factor = make_factor(float(inputs[scale_index] / scale))
+    return {grad_index: np.float32(factor * grads)}
+
+  return _scaling_mistakes.check_scale_invariance(
+    traced, {grad_index: 1.0}, run_step, {grad_index: grads}, is_exact=is_exact
+  )
+
+
 @pytest.mark.parametrize(
   "power, excess, is_exact, cause",
   [
@@ -379,18 +400,8 @@ def trace_step():
 def test_a_gradient_depends_on_the_scale_above_a_tolerance(
   power, excess, is_exact, cause
 ):
-  traced, grad_index = trace_step()
-  (scale_index,) = traced.scale_indices
-  scale = np.float32(traced.inputs[scale_index])
-  grads = np.arange(1, 5, dtype=np.float32)
-
-  def run_step(inputs):
-    ratio = float(inputs[scale_index] / scale)
-    factor = 1 if ratio == 1 else ratio**power * (1 + excess)
-    return {grad_index: np.float32(factor * grads)}
-
-  problems = _scaling_mistakes.check_scale_invariance(
-    traced, {grad_index: 1.0}, run_step, {grad_index: grads}, is_exact=is_exact
+  problems = check_scale_invariance(
+    lambda ratio: 1 if ratio == 1 else ratio**power * (1 + excess), is_exact
   )
   assert [cause in problem.cause for problem in problems] == [True] * bool(
     cause
@@ -401,16 +412,5 @@ def test_a_gradient_depends_on_the_scale_above_a_tolerance(
 def test_a_gradient_that_differs_between_equal_runs_is_not_judged(
   noise, is_judged
 ):
-  traced, grad_index = trace_step()
-  (scale_index,) = traced.scale_indices
-  scale = np.float32(traced.inputs[scale_index])
-  grads = np.arange(1, 5, dtype=np.float32)
-
-  def run_step(inputs):
-    ratio = float(inputs[scale_index] / scale)
-    return {grad_index: np.float32(ratio * (1 + noise) * grads)}
-
-  problems = _scaling_mistakes.check_scale_invariance(
-    traced, {grad_index: 1.0}, run_step, {grad_index: grads}, is_exact=True
-  )
+  problems = check_scale_invariance(lambda ratio: ratio * (1 + noise))
   assert bool(problems) is is_judged

@@ -5,7 +5,6 @@ import functools
 import jax
 from jax import lax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from helpers.step_mistakes.gradients import (
@@ -21,7 +20,6 @@ from helpers.train_steps import (
   make_step,
   make_tx,
   PARAMS,
-  prepare_result,
   prepare_step,
   prepare_wrapped,
   scan_steps,
@@ -108,12 +106,6 @@ def _make_average_step(select):
   return step, (PARAMS, zeros, TX.init(PARAMS), BATCH)
 
 
-def _select_mean(old, new, mean):
-  """The step selects a running mean by whether it was applied."""
-  new_mean = 0.9 * mean + 0.1 * jnp.mean(BATCH, 0)
-  return *new, ols.select_if_applied(new[1], new_mean, mean)
-
-
 def _make_member_step():
   """An ensemble that returns the loss scale of its first member."""
 
@@ -156,20 +148,6 @@ def _make_delayed_step():
     return lax.scan(body, carry, length=3)[0]
 
   return jit_step(epoch)
-
-
-def _make_delayed_actor_step():
-  """The actor waits in every second step, as in TD3."""
-
-  @jax.jit
-  def step(actor, critic, state, other, batch, i):
-    new_actor = lax.cond(
-      i % 2 == 0, lambda: train(actor, state, batch), lambda: (actor, state)
-    )
-    return new_actor, train(critic, other, batch)
-
-  state = TX.init(PARAMS)
-  return step, (PARAMS, PARAMS, state, state, BATCH, jnp.int32(1))
 
 
 def _make_waiting_epoch():
@@ -283,21 +261,14 @@ MISTAKES = {
 LOOKALIKES = {
   "two optimizers": make_gan_step,
   "one of three tasks": _make_task_step,
-  "delayed actor": _make_delayed_actor_step,
   "delayed update": _make_delayed_step,
   "update in every third iteration": _make_waiting_epoch,
   "scale without a name": _make_own_state_step,
   "state in a Ref": _make_ref_step,
   "state of leaves": _make_leaves_step,
   **{name: prepare_step(tx=make_tx(policy=x)) for name, x in POLICIES.items()},
-  "selected mean": prepare_result(
-    _select_mean, extra=(np.zeros(4, np.float32),)
-  ),
   "selected average of gradients": functools.partial(
     _make_average_step, ols.select_if_applied
-  ),
-  "momentum inside of the wrapper": prepare_step(
-    tx=make_tx(optax.chain(optax.trace(0.9), optax.sgd(0.1)))
   ),
   "scan of steps": prepare_wrapped(scan_steps),
   "population": lambda: make_population(*make_step()),

@@ -53,10 +53,6 @@ def _keep_head_sometimes(old, new):
   return {**new[0], "head": head}, new[1]
 
 
-def _project(old, new):
-  return jax.tree.map(lambda x: x / jnp.linalg.norm(x), new[0]), new[1]
-
-
 def _clip_params(old, new):
   return jax.tree.map(lambda x: jnp.clip(x, -0.1, 0.1), new[0]), new[1]
 
@@ -139,7 +135,6 @@ LOOKALIKES = {
     lambda old, new: (jax.flatten_util.ravel_pytree(new[0])[0], new[1])
   ),
   "parameters of an ensemble": prepare_result(lambda old, new: (new, old[0])),
-  "projected parameters": prepare_result(_project),
   "parameters that are rounded by their bits": prepare_result(
     lambda old, new: (_round_by_bits(new[0]), new[1])
   ),
