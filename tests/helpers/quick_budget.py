@@ -8,13 +8,11 @@ quick tests.
 
 JAX reports each program that it compiles or loads from the persistent cache, so
 the numbers of programs don't depend on the cache. Single operations outside of
-`jit` have their own column and no budget, and so have the functions with which
-reports look at one array: a process compiles one for the first test that needs
-it, whichever this is.
+`jit` don't count, nor do the functions with which reports look at one array: a
+process compiles one for the first test that needs it, whichever this is.
 """
 
 import collections
-import itertools
 import os
 from typing import NamedTuple
 
@@ -43,24 +41,18 @@ PROPERTY = "quick_usage"
 
 
 class Usage(NamedTuple):
-  """The programs and CPU seconds of one or more tests.
-
-  Attributes:
-    tests: the number of tests.
-    programs: the number of programs, without single operations.
-    operations: the number of single operations that were compiled, and of
-      functions of reports for one array.
-    seconds: CPU seconds of all threads and of processes that have ended.
-  """
+  """The number of some tests, their programs, and their CPU seconds."""
 
   tests: int = 0
   programs: int = 0
-  operations: int = 0
   seconds: float = 0.0
+
+  def add(self, other):
+    return Usage(*map(sum, zip(self, other, strict=True)))
 
 
 compiled: list[str] = []  # The names of all programs of this process.
-_usages: dict[str, list[Usage]] = collections.defaultdict(list)  # By folder.
+_usages: dict[str, Usage] = collections.defaultdict(Usage)  # By folder.
 
 
 def _record_program(event, duration, fun_name="", **kwargs):
@@ -103,34 +95,21 @@ def pytest_runtest_makereport(item, call):
   if call.when != "call" or not is_quick:
     return report
   num_compiled, seconds = item.stash[START]
-  names = compiled[num_compiled:]
-  programs = [name for name in names if not is_operation(name)]
-  usage = Usage(
-    tests=1,
-    programs=len(programs),
-    operations=len(names) - len(programs),
-    seconds=_get_cpu_seconds() - seconds,
-  )
-  report.user_properties.append((PROPERTY, list(usage)))
-  message = describe_excess(programs)
+  programs = [x for x in compiled[num_compiled:] if not is_operation(x)]
+  usage = 1, len(programs), _get_cpu_seconds() - seconds
+  report.user_properties.append((PROPERTY, usage))
   # An example in a docstring is written for its readers.
   is_judged = report.passed and not isinstance(item, pytest.DoctestItem)
-  if item.config.getoption("quick_budget") and is_judged and message:
-    report.outcome, report.longrepr = "failed", message
+  is_over = is_judged and len(programs) > MAX_PROGRAMS
+  if item.config.getoption("quick_budget") and is_over:
+    report.outcome = "failed"
+    report.longrepr = (
+      f"This quick test compiles {len(programs)} programs:"
+      f" {dict(collections.Counter(programs))}. The budget is {MAX_PROGRAMS}."
+      " Mark the test with @pytest.mark.slow, or test the function that decides"
+      " on plain data: see tests/README.md."
+    )
   return report
-
-
-def describe_excess(programs):
-  """Return a message if a test compiles too many programs, else None."""
-  if len(programs) <= MAX_PROGRAMS:
-    return None
-  counts = collections.Counter(programs).items()
-  names = ", ".join(f"{count} of {name}" for name, count in counts)
-  return (
-    f"This quick test compiles {len(programs)} programs: {names}. The budget is"
-    f" {MAX_PROGRAMS}. Mark the test with @pytest.mark.slow, or test the"
-    " function that decides on plain data: see tests/README.md."
-  )
 
 
 def pytest_runtest_logreport(report):
@@ -139,42 +118,31 @@ def pytest_runtest_logreport(report):
   if report.when != "call" or usage is None:
     return
   *folders, _ = report.nodeid.split("::")[0].split("/")
-  _usages["/".join(folders[:2])].append(Usage(*usage))
+  for name in "/".join(folders[:2]), "all":
+    _usages[name] = _usages[name].add(usage)
 
 
 def pytest_sessionfinish(session):
-  is_over = _sum_all().programs > MAX_PROGRAMS_OF_ALL
+  is_over = _usages["all"].programs > MAX_PROGRAMS_OF_ALL
   is_passed = session.exitstatus == pytest.ExitCode.OK
   if session.config.getoption("quick_budget") and is_over and is_passed:
     session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter):
-  if not _usages or terminalreporter.verbosity < 0:
+  if not _usages["all"].tests or terminalreporter.verbosity < 0:
     return
   terminalreporter.section("quick tests")
-  rows = [(name, _sum(usages)) for name, usages in sorted(_usages.items())]
-  terminalreporter.line(
-    f"{'':24}{'tests':>7}{'programs':>10}{'operations':>12}{'CPU s':>8}"
-  )
-  for name, usage in [*rows, ("all", _sum_all())]:
+  terminalreporter.line(f"{'':24}{'tests':>7}{'programs':>10}{'CPU s':>8}")
+  for name, usage in sorted(_usages.items(), key=lambda x: (x[0] == "all", x)):
     terminalreporter.line(
-      f"{name:24}{usage.tests:7}{usage.programs:10}{usage.operations:12}"
-      f"{usage.seconds:8.1f}"
+      f"{name:24}{usage.tests:7}{usage.programs:10}{usage.seconds:8.1f}"
     )
-  if _sum_all().programs > MAX_PROGRAMS_OF_ALL:
+  if _usages["all"].programs > MAX_PROGRAMS_OF_ALL:
     terminalreporter.line(
       f"The budget of all quick tests is {MAX_PROGRAMS_OF_ALL} programs. Mark"
       " tests with @pytest.mark.slow: see tests/README.md."
     )
-
-
-def _sum(usages):
-  return Usage(*map(sum, zip(*usages, strict=True)))
-
-
-def _sum_all():
-  return _sum(itertools.chain.from_iterable(_usages.values()))
 
 
 def _get_cpu_seconds():
