@@ -8,7 +8,12 @@ import platform
 import equinox as eqx
 from flax import nnx
 from flax.training import train_state
-from helpers import master_weights_battery, optax_battery, optimizers
+from helpers import (
+  master_weights_battery,
+  optax_battery,
+  optimizers,
+  parametrize_slow,
+)
 from helpers.bits import assert_same_bits
 from helpers.checkpoints import restore_by_msgpack, restore_by_orbax
 from helpers.devices import require_devices
@@ -356,8 +361,9 @@ def restore_by_pickle(tree, target, folder):
   return pickle.loads(pickle.dumps(tree))
 
 
-@pytest.mark.parametrize(
+@parametrize_slow(
   "restore",
+  [restore_by_msgpack],
   [restore_by_pickle, restore_by_msgpack, restore_by_orbax],
   ids=lambda x: x.__name__,
 )
@@ -373,7 +379,9 @@ def test_a_run_continues_from_a_checkpoint_bit_for_bit(
   assert_same_bits((params, opt_state), train(4, dtype))
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@parametrize_slow(
+  "axis_type", [AxisType.Explicit], [AxisType.Auto, AxisType.Explicit]
+)
 def test_remainders_are_sharded_like_their_parameters(axis_type):
   mesh = jax.make_mesh(
     (4,), ("data",), axis_types=(axis_type,), devices=require_devices(4)
