@@ -96,10 +96,11 @@ def test_a_random_program_gives_the_same_bits(program):
   assert_same_bits(jax.jit(half)(W), jax.jit(fun)(W))
   assert jaxprs.count_matmuls_by_dtype(half, W)["float16"]
   loss = lambda f: lambda x: jnp.sum(small(f(x)) * W)
-  # Also of many members, no cotangents are summed in half precision.
+  # Also of many members, no cotangents are summed in half precision. A mapped
+  # branch selects its residuals, of which each member has its own.
   many = jax.vmap(jax.grad(loss(half)))
   jaxpr = jax.make_jaxpr(many)(jnp.stack([W, W + 1, W + 2]))
-  assert half_eqns.list_half_sums(jaxpr) == set()
+  assert half_eqns.list_half_sums(jaxpr) <= {"select_n"}
   actual, expected = (jax.jit(jax.grad(loss(f)))(W) for f in (half, fun))
   # Cotangents grow: float16 has to round them, and in the end cannot hold them.
   largest = np.max(np.abs(expected), initial=1)
