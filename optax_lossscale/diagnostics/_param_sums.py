@@ -4,9 +4,7 @@ Parameters, updates and results belong together if their paths end alike. If the
 new value of a parameter is no sum, such as a projection, nothing is said of it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-import functools
-import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +17,6 @@ from optax_lossscale.diagnostics import (
   _outputs,
   _reports,
   _step_runs,
-  _tracing,
 )
 
 _SUM_IN_HALF = _reports.Problem(
@@ -42,153 +39,116 @@ _MAX_DISTANCE = 0.25
 _BFLOAT16_EPS = float(jnp.finfo(jnp.bfloat16).eps)
 
 
-class ParamSums(NamedTuple):
-  """The sums of parameters and updates among the results of a step.
+class _ParamSum(NamedTuple):
+  """A parameter whose new value may be the sum of the old one and an update.
 
   Attributes:
-    names: the name of each parameter whose new value is a sum, by the index of
-      the parameter among the inputs.
-    mistakes: mistakes in how updates are applied.
+    name: the name of the update.
+    carried: the parameter.
+    is_sum: whether its new value is the sum.
+    is_in_half: whether its new value is a rounded sum in float32.
   """
 
-  names: dict[int, str]
-  mistakes: list[_reports.Problem]
+  name: str
+  carried: _carried_arrays.Carried
+  is_sum: bool
+  is_in_half: bool
 
 
-def find_param_sums(
+def check_sums(
   runs: _step_runs.StepRuns, carried: Sequence[_carried_arrays.Carried]
-) -> ParamSums:
-  """Find the new parameters among the results of a step, and check them.
+) -> list[_reports.Problem]:
+  """Check that no sum in float32 is rounded to half precision.
 
   Args:
     runs: the runs of the step.
     carried: its results that replace arguments.
   """
-  matches = list(_match_params(runs.traced, runs.outs))
-  comparisons = _host_values.to_host(
-    [_compare_with_sum(x.param, x.update, x.result) for x in matches]
-  )
-  pairs = list(zip(matches, comparisons, strict=True))
-  sums = {x.param_index: x for x, (is_sum, _) in pairs if is_sum}
-  names = {i: x.name for i, x in sums.items()}
-  in_half = [x.name for x, (_, is_in_half) in pairs if is_in_half]
-  mistakes = []
-  if in_half:
-    mistakes = [_reports.fill_in_names(_SUM_IN_HALF, name=in_half[0])]
-  elif unused := _find_unused(
-    runs, carried, {i: x.result for i, x in sums.items()}
-  ):
-    unused_names = _reports.format_names([names[i] for i in unused])
-    mistakes = [_reports.fill_in_names(_OTHER_PARAMS, name=unused_names)]
-  return ParamSums(names, mistakes)
+  names = [x.name for x in _list_sums(runs, carried) if x.is_in_half]
+  return [_reports.fill_in_names(_SUM_IN_HALF, name=x) for x in names[:1]]
 
 
-def _find_unused(
-  runs: _step_runs.StepRuns,
-  carried: Sequence[_carried_arrays.Carried],
-  new_params: dict[int, Any],
-) -> list[int]:
-  """Return the parameters on which no loss depends, as indices of inputs.
+def check_unused(
+  runs: _step_runs.StepRuns, carried: Sequence[_carried_arrays.Carried]
+) -> list[_reports.Problem]:
+  """Check that a loss depends on each parameter.
 
-  Neither they nor what follows from them by entries enters a function that is
-  differentiated, such as the working copy of a master. Refs are not followed,
-  so that a run with other values must confirm it.
+  Neither an unused one nor what follows from it by entries enters a function
+  that is differentiated, such as the working copy of a master. Refs are not
+  followed, so a run with other values must confirm it.
 
   Args:
     runs: the runs of the step.
     carried: its results that replace arguments.
-    new_params: the new value of each parameter, by the index of the input.
   """
-  traced = runs.traced
-  in_loss = traced.flow.in_loss
-  unused = [
-    i
-    for i in new_params
-    if i not in in_loss
-    and not any(
-      x.input_index in in_loss and i in traced.flow.labels[x.output_index]
-      for x in carried
-    )
-  ]
-  if not unused or not traced.select_kind(runs.outs, "loss"):
+  traced, in_loss = runs.traced, runs.traced.flow.in_loss
+  if not traced.select_kind(runs.outs, "loss"):
     return []
+  list_arguments = lambda x: {
+    i for i in traced.flow.labels[x.output_index] if isinstance(i, int)
+  }
+  used = in_loss.union(
+    *(list_arguments(x) for x in carried if x.input_index in in_loss)
+  )
+  unused = {
+    x.carried.input_index: x.name
+    for x in _list_sums(runs, carried)
+    # An average of parameters begins with their values.
+    if x.is_sum and used.isdisjoint(list_arguments(x.carried))
+  }
   # The factor alone would not change zeros.
   inputs = [
     (1024 * x + 1).astype(x.dtype) if i in unused else x
     for i, x in enumerate(traced.inputs)
   ]
-  triples = zip(traced.outputs, runs.outs, runs.run(inputs), strict=True)
-  depends = _host_values.is_any_different(
-    (x, y) for output, x, y in triples if output.kind in ("loss", "grads")
-  )
-  return [] if depends else unused
+  if not unused or _host_values.is_any_different(
+    (x, y)
+    for output, x, y in zip(
+      traced.outputs, runs.outs, runs.run(inputs), strict=True
+    )
+    if output.kind in ("loss", "grads")
+  ):
+    return []
+  names = _reports.format_names([*unused.values()])
+  return [_reports.fill_in_names(_OTHER_PARAMS, name=names)]
 
 
-class _Match(NamedTuple):
-  """A parameter, its update, and the result that may be its next value.
-
-  Attributes:
-    name: the name of the update.
-    param_index: the index of the parameter among the inputs.
-    param, update, result: the arrays.
-  """
-
-  name: str
-  param_index: int
-  param: Any
-  update: Any
-  result: Any
-
-
-def _match_params(
-  traced: _tracing.TracedFunction, outs: Sequence[Any]
-) -> Iterator[_Match]:
-  """Yield arguments and results whose paths end like that of an update."""
-  arguments = list(
-    enumerate(zip(traced.input_names, traced.inputs, strict=True))
-  )
-  outputs = list(zip(traced.outputs, outs, strict=True))
-  results = [
-    (i, (output.name, x))
-    for i, (output, x) in enumerate(outputs)
-    if output.kind in _outputs.RETURNED_KINDS
+def _list_sums(
+  runs: _step_runs.StepRuns, carried: Sequence[_carried_arrays.Carried]
+) -> list[_ParamSum]:
+  """Return what replaces an argument whose path ends like that of an update."""
+  traced = runs.traced
+  pairs = [
+    (x, _outputs.split_name(traced.input_names[x.input_index])) for x in carried
   ]
-  index_by_length = functools.cache(
-    lambda length: [_index_leaves(x, length) for x in (arguments, results)]
+  rows = [
+    (output.name, x, traced.inputs[x.input_index], update)
+    for output, update in zip(traced.outputs, runs.outs, strict=True)
+    if output.kind == "new_updates"
+    for x, path in pairs
+    if "inner_state" not in path
+    and _ends_like(path, output)
+    and update.shape == runs.outs[x.output_index].shape
+  ]
+  comparisons = _host_values.to_host(
+    [
+      _compare_with_sum(param, update, runs.outs[x.output_index])
+      for _, x, param, update in rows
+    ]
   )
-  for output, update in outputs:
-    if output.kind != "new_updates":
-      continue
-    keys = _outputs.split_name(output.name.removeprefix(f"[{output.group}]/"))
-    arguments_by_key, results_by_key = index_by_length(len(keys))
-    if update.ndim and (keys, update.shape) not in arguments_by_key:
-      update = jnp.sum(update, 0)  # The updates of a loop are stacked.
-    key = keys, update.shape
-    for (index, param), (_, result) in itertools.product(
-      arguments_by_key.get(key, ()), results_by_key.get(key, ())
-    ):
-      yield _Match(output.name, index, param, update, result)
+  return [
+    _ParamSum(name, x, bool(is_sum), bool(is_in_half))
+    for (name, x, *_), (is_sum, is_in_half) in zip(
+      rows, comparisons, strict=True
+    )
+  ]
 
 
-def _index_leaves(
-  leaves: Iterable[tuple[int, tuple[str, Any]]], length: int
-) -> dict[Any, list[tuple[int, Any]]]:
-  """Group float arrays by the last keys of their paths, and their shapes.
-
-  Args:
-    leaves: the index of each array, its name, and itself.
-    length: the number of keys.
-
-  Returns:
-    For each group, the indices and the arrays.
-  """
-  index: dict[Any, list[tuple[int, Any]]] = {}
-  for i, (name, x) in leaves:
-    path = _outputs.split_name(name)
-    if _arrays.is_inexact(x) and "inner_state" not in path:
-      key = path[max(len(path) - length, 0) :], x.shape
-      index.setdefault(key, []).append((i, x))
-  return index
+def _ends_like(path: tuple[str, ...], update: _outputs.Output) -> bool:
+  """Return whether the path of an argument ends like that of an update."""
+  name = update.name.removeprefix(f"[{update.group}]/")
+  keys = _outputs.split_name(name)
+  return path[max(len(path) - len(keys), 0) :] == keys
 
 
 @jax.jit

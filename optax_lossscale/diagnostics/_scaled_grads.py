@@ -65,7 +65,7 @@ class ScaledGrads(NamedTuple):
       if the loss scale halves.
     mistakes: mistakes in how gradients are scaled.
     is_known: whether these are all gradients that are not zero, apart from
-      those with a fixed loss scale.
+      those with a fixed loss scale of 1.
   """
 
   ratios: dict[int, float]
@@ -101,7 +101,11 @@ def find_scaled_grads(runs: _step_runs.StepRuns) -> ScaledGrads:
   }
   mistakes = list(dict.fromkeys(_find_mistakes(runs, grads, scales)))
   unknown = grads.keys() - ratios.keys()
-  is_known = all(_is_fixed(traced, grads[i].group) for i in unknown)
+  is_known = all(
+    _is_fixed(traced, grads[i].group)
+    and (runs.updates[grads[i].group].update_scale == 1).all()
+    for i in unknown
+  )
   return ScaledGrads(ratios, mistakes, is_known)
 
 

@@ -9,7 +9,7 @@ power of two that is too large, only some do; with a smaller one, none do. The
 loss scale is an input, so nothing is compiled for it.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from optax_lossscale.diagnostics import (
@@ -132,11 +132,12 @@ def check_wiring(
       runs.outs,
       is_exact=not _scaling_mistakes.has_narrow_range_eqn(traced.closed_jaxpr),
     )
-  # Others explain better what is wrong with updates.
+  # The mistakes above explain better what is wrong with the parameters.
   if has_run and not mistakes:
-    mistakes = _applied_updates.check_crossed(search.finite_runs, carried)
-  if has_run and not mistakes:
-    mistakes = _applied_updates.check_scaled(search.finite_runs, carried)
+    mistakes += _param_sums.check_unused(search.finite_runs, carried)
+    mistakes += _applied_updates.check_crossed(search.finite_runs, carried)
+    if scaled_grads.ratios and scaled_grads.is_known:
+      mistakes += _applied_updates.check_scaled(search.finite_runs, carried)
   limitations = list(returned.limitations)
   if has_overflow:
     limitations.append(_NOT_FINITE)
@@ -217,14 +218,13 @@ def _check_runs(
     carried: the results that replace arguments.
     passed: what is said of a step without mistakes.
   """
-  param_sums = _param_sums.find_param_sums(runs, carried)
   findings = [
     *_scaling_mistakes.check_hidden_overflow(runs.traced, overflow_outs),
     *_returned_states.check_after_overflow(runs, overflow_outs),
     *_applied_updates.check_changes(runs, overflow_outs),
-    *param_sums.mistakes,
+    *_param_sums.check_sums(runs, carried),
     *_check_copies(runs.traced, outs_of_args),
-    *_check_nan_state(runs, overflow_outs, carried, param_sums.names),
+    *_check_nan_state(runs, overflow_outs, carried),
   ]
   mistakes = [x for x in findings if isinstance(x, _reports.Problem)]
   # An accumulator around the wrapper causes the other mistakes.
@@ -291,7 +291,6 @@ def _check_nan_state(
   runs: _step_runs.StepRuns,
   overflow_outs: Sequence[Any],
   carried: Sequence[_carried_arrays.Carried],
-  param_indices: Collection[int],
 ) -> list[_reports.Problem]:
   """Check that an overflow makes no NaN in the state that a step returns.
 
@@ -299,14 +298,10 @@ def _check_nan_state(
     runs: the runs of the step.
     overflow_outs: its outputs after an overflow.
     carried: the results that replace arguments.
-    param_indices: the indices of the parameters among the inputs.
   """
   outputs = runs.traced.outputs
   states = [
-    x.output_index
-    for x in carried
-    if x.input_index not in param_indices
-    and not outputs[x.output_index].new_updates
+    x.output_index for x in carried if not outputs[x.output_index].new_updates
   ]
   nonfinite = _host_values.list_nonfinite(overflow_outs[i] for i in states)
   # A state may hold inf from the start, such as the best loss so far.

@@ -46,7 +46,7 @@ SLOW_LOSSES = (
   "dropout",
   "zero weight",
 )
-WRONG_GRADS = re.compile(r"update( \[\d\])? (received|skips)|All gradients")
+WRONG_GRADS = re.compile(r"update( \[\d\])? (received|skips)|All gradients|The loss does not")
 RETURNED = "the new parameters and the new loss-scale state are returned"
 
 

@@ -111,9 +111,6 @@ MISTAKES = {
     "tx = ols.with_master_weights(tx)",
   ): {
     "updates lost in float16": _prepare_half(tx=SMALL_SGD),
-    "updates of Adam lost in float16": _prepare_half(
-      tx=make_tx(optax.adam(1e-7))
-    ),
     "updates lost in bfloat16": _prepare_half(
       tx=SMALL_SGD, params=optax.tree.cast(HALF_PARAMS, jnp.bfloat16)
     ),
