@@ -24,6 +24,7 @@ from helpers.train_steps import (
   PARAMS,
   prepare_step,
   prepare_two_layers,
+  TWO_LAYERS,
   TX,
   where,
 )
@@ -308,9 +309,32 @@ MISTAKES = {
   ("The loss does not depend on the parameters", "don't close over others"): {
     "loss over the first parameters": prepare_step(
       lambda loss, params, state: compute_grads(loss, _FIRST_PARAMS, state)
-    )
+    ),
+    "loss over the first head": prepare_two_layers(
+      lambda loss, params, state: compute_grads(
+        loss, params | {"head": TWO_LAYERS["head"]}, state
+      )
+    ),
   },
 }
+
+
+def _make_accumulating_step():
+  """Scaled gradients are added up over several calls, as in PyTorch."""
+  tx = make_tx(grads_are_scaled=True)
+
+  def step(params, state, total, batch):
+    loss = lambda params: loss_fn(params, batch)
+    grads = compute_scaled_grads(loss, params, state)
+    total = jax.tree.map(jnp.add, total, grads)
+    params, state = apply_updates(tx, total, params, state)
+    return params, state, optax.tree.zeros_like(total)
+
+  state = tx.init(PARAMS)
+  loss = lambda params: loss_fn(params, 1.1 * BATCH)
+  total = compute_scaled_grads(loss, PARAMS, state)
+  return step, (PARAMS, state, total, BATCH)
+
 
 LOOKALIKES = {
   "cast to float16 of scaled gradients": prepare_step(
@@ -345,6 +369,7 @@ LOOKALIKES = {
   ),
   "batches from a callback": prepare_step(_draw_batch),
   "argument called loss_scale": _make_weighted_step,
+  "sum of scaled gradients of earlier calls": _make_accumulating_step,
 }
 
 UNCHECKED = {

@@ -20,6 +20,9 @@ from helpers.train_steps import (
   prepare_wrapped,
   scan_steps,
   select_result,
+  TWO_LAYERS,
+  two_layers_loss_fn,
+  TX,
   where,
 )
 import optax_lossscale as ols
@@ -81,9 +84,78 @@ def _embedding_loss(params, ids):
   return jnp.mean((rows - 1) ** 2)
 
 
+def _make_crossed_step():
+  """Each of two networks gets the updates of the other."""
+
+  def step(params, others, state, other_state, batch):
+    new_params, new_state = _update(params, others, state, batch)
+    new_others, new_other_state = _update(others, params, other_state, batch)
+    return new_params, new_others, new_state, new_other_state
+
+  def _update(own, applied_to, state, batch):
+    grads = ols.grad(_two_layers_loss, state)(own, batch)
+    return apply_updates(TX, grads, applied_to, state)
+
+  others = jax.tree.map(lambda x: -0.5 * x, TWO_LAYERS)
+  states = TX.init(TWO_LAYERS), TX.init(others)
+  return step, (TWO_LAYERS, others, *states, BATCH)
+
+
+def _make_game_step():
+  """In a game, the gradient of each player is the number of the other."""
+
+  def step(x, y, x_state, y_state):
+    x_grad = ols.grad(lambda x: x * y, x_state)(x)
+    y_grad = ols.grad(lambda y: -x * y, y_state)(y)
+    x, x_state = apply_updates(TX, x_grad, x, x_state)
+    y, y_state = apply_updates(TX, y_grad, y, y_state)
+    return x, y, x_state, y_state
+
+  x, y = jnp.float32(0.5), jnp.float32(0.25)
+  return step, (x, y, TX.init(x), TX.init(y))
+
+
+_two_layers_loss = ols.autocast(two_layers_loss_fn)
+
+
+def _scale_updates(scale_update):
+  """Return an ``update`` of which the step changes the updates."""
+
+  def update(tx, grads, params, state):
+    updates, new_state = tx.update(grads, state, params)
+    scale = state.loss_scale_state.loss_scale
+    updates = jax.tree.map(lambda u: scale_update(u, scale), updates)
+    return optax.apply_updates(params, updates), new_state
+
+  return update
+
+
+def _make_logging_step():
+  """The gradients, in front of the parameters, have their tree."""
+
+  def step(params, state, batch):
+    grads = ols.grad(_two_layers_loss, state)(params, batch)
+    return grads, *apply_updates(TX, grads, params, state)
+
+  return step, (TWO_LAYERS, TX.init(TWO_LAYERS), BATCH)
+
+
 _APPLY = "params = optax.apply_updates(params, updates)"
 
 MISTAKES = {
+  ("The updates of two networks are crossed", _APPLY): {
+    "crossed updates": _make_crossed_step
+  },
+  ("The parameters change 0.0625 times as much", _APPLY): {
+    "updates times the scale": prepare_two_layers(
+      update=_scale_updates(lambda u, scale: u * scale)
+    )
+  },
+  ("The parameters change 16 times as much", _APPLY): {
+    "updates divided by the scale": prepare_two_layers(
+      update=_scale_updates(lambda u, scale: u / scale)
+    )
+  },
   ("was rounded to half precision", "Add in float32"): {
     "sum in float16": prepare_result(_add_in_half)
   },
@@ -123,6 +195,8 @@ MISTAKES = {
 }
 
 LOOKALIKES = {
+  "game of two numbers": _make_game_step,
+  "logged gradients": _make_logging_step,
   "selected parameters": prepare_step(
     update=select_result(
       lambda finite, new, old: (where(finite, new[0], old[0]), new[1])
