@@ -45,26 +45,27 @@ class FlatCall:
     self._names = [*names, *self._kwarg_names]
     arg_trees = [*args, *(kwargs[name] for name in self._kwarg_names)]
     self._flat_args = flat_args = self._flatten(arg_trees)
-    mask = list(map(_is_input, flat_args.leaves))
+    self._input_mask = mask = list(map(_is_input, flat_args.leaves))
     self.input_names = list(itertools.compress(flat_args.names, mask))
-    self.inputs = list(
-      map(_eqns.read_ref, itertools.compress(flat_args.leaves, mask))
-    )
+    self._input_leaves = list(itertools.compress(flat_args.leaves, mask))
+    self.inputs = list(map(_eqns.read_ref, self._input_leaves))
     self.outputs: list[_outputs.Output] = []
     self.scale_indices: tuple[int, ...] = ()
 
   def __call__(self, fun: Callable[..., Any], *tracers: Any) -> list[Any]:
     """Call a function, and return the arrays that become outputs."""
     flat_args = self._flat_args
-    arrays = iter(tracers)
+    # The function may write to a Ref, and must not change the caller's.
+    call_inputs = [
+      jax.new_ref(x) if _eqns.is_ref_object(leaf) else x
+      for leaf, x in zip(self._input_leaves, tracers, strict=True)
+    ]
+    remaining_inputs = iter(call_inputs)
     call_leaves = [
-      _as_call_leaf(leaf, next(arrays)) if _is_input(leaf) else leaf
-      for leaf in flat_args.leaves
+      next(remaining_inputs) if is_input else leaf
+      for leaf, is_input in zip(flat_args.leaves, self._input_mask, strict=True)
     ]
     call_trees = flat_args.unflatten(call_leaves)
-    call_inputs = itertools.compress(
-      call_leaves, map(_is_input, flat_args.leaves)
-    )
     states = _state.find_loss_scale_states(call_trees)
     self.scale_indices = tuple(
       i
@@ -104,18 +105,10 @@ def _get_positional_names(fun: Callable[..., Any], num_args: int) -> list[str]:
 
 
 def _is_input(leaf: Any) -> bool:
-  if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or _eqns.is_ref_object(
-    leaf
-  ):
-    return True
   # NumPy integers may be sizes and indices, which must stay concrete.
   is_numpy = isinstance(leaf, (np.ndarray, np.generic))
-  return is_numpy and _arrays.is_inexact(leaf)
-
-
-def _as_call_leaf(leaf: Any, array: Any) -> Any:
-  """Return an argument for the call: a new Ref instead of a Ref.
-
-  The function may write to the Ref, and must not change the caller's.
-  """
-  return jax.new_ref(array) if _eqns.is_ref_object(leaf) else array
+  return (
+    isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
+    or _eqns.is_ref_object(leaf)
+    or (is_numpy and _arrays.is_inexact(leaf))
+  )

@@ -66,17 +66,18 @@ def has_nan(x: Any) -> bool:
 def is_any_nonzero(arrays: Iterable[Any]) -> bool:
   """Return whether any entry of any array is not zero."""
   # The first array usually decides, so the others need no program.
-  return any(count_nonzero([x]) for x in arrays)
+  return any(bool(jnp.count_nonzero(x)) for x in arrays)
 
 
 def is_any_different(pairs: Iterable[tuple[Any, Any]]) -> bool:
   """Return whether the arrays of any pair have different entries."""
-  return any(count_different([pair]) for pair in pairs)
+  return any(bool(_is_different(x, y)) for x, y in pairs)
 
 
+@functools.partial(jax.jit, static_argnums=2)
 def find_different_rows(x: Any, y: Any, num_axes: int) -> jax.Array:
   """Return which rows differ: entries along the first axes; bool[rows]."""
-  return _find_different_rows(x, y, num_axes)
+  return jnp.any(x != y, axis=tuple(range(num_axes, x.ndim)))
 
 
 def has_different_copies(x: jax.Array) -> bool:
@@ -86,16 +87,6 @@ def has_different_copies(x: jax.Array) -> bool:
   # Each device computes the checksum of the copy that it holds.
   shards = _checksum(x).addressable_shards
   return len({int(shard.data) for shard in shards}) > 1
-
-
-def count_different(pairs: Iterable[tuple[Any, Any]]) -> int:
-  """Return the number of entries of all pairs that are different."""
-  return sum(int(_count_different(x, y)) for x, y in pairs)
-
-
-def count_nonzero(arrays: Iterable[Any]) -> int:
-  """Return the number of entries of all arrays that are not zero."""
-  return sum(int(jnp.count_nonzero(x)) for x in arrays)
 
 
 def compute_amax(arrays: Iterable[Any]) -> float:
@@ -124,11 +115,6 @@ def _is_nonfinite(x: Any) -> jax.Array:
   return ~jnp.isfinite(x)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _find_different_rows(x: Any, y: Any, num_axes: int) -> jax.Array:
-  return jnp.any(x != y, axis=tuple(range(num_axes, x.ndim)))
-
-
 @jax.jit
 def _checksum(x: Any) -> jax.Array:
   """Return a number that changes with each entry; uint32[]."""
@@ -141,8 +127,8 @@ def _checksum(x: Any) -> jax.Array:
 
 
 @jax.jit
-def _count_different(x: Any, y: Any) -> jax.Array:
-  return jnp.count_nonzero(x != y)
+def _is_different(x: Any, y: Any) -> jax.Array:
+  return (x != y).any()
 
 
 @jax.jit
