@@ -557,10 +557,10 @@ def programs(monkeypatch):
   programs = []
   make_program = _reference_program.ReferenceProgram
 
-  def record(traced_jaxpr, inputs, layers=(), measured=(), **kwargs):
+  def record(traced_jaxpr, inputs, layers, **kwargs):
     names = [name for name, has_it in kwargs.items() if has_it]
-    programs.append([*names, *["stats"] * bool(measured)])
-    return make_program(traced_jaxpr, inputs, layers, measured, **kwargs)
+    programs.append([*names, *["stats"] * bool(layers)])
+    return make_program(traced_jaxpr, inputs, layers, **kwargs)
 
   monkeypatch.setattr(_reference_program, "ReferenceProgram", record)
   return programs

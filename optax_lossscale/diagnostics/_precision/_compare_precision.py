@@ -33,7 +33,6 @@ from optax_lossscale.diagnostics import (
 from optax_lossscale.diagnostics._precision import (
   _comparison,
   _errors,
-  _layer_effects,
   _layers,
   _limits,
   _reference_runs,
@@ -197,8 +196,8 @@ def compare_runs(
   return ComparisonResult(
     report,
     index(reference.outs),
-    lambda inputs: index(reference.run(inputs)),
-    is_exact=not reference.limitations,
+    lambda inputs: index(reference.program.run(inputs).outs),
+    is_exact=not reference.program.limitations,
   )
 
 
@@ -235,7 +234,9 @@ def _report_errors(
     outliers=(),
     array_errors=dict(zip(names, errors.array_errors.tolist(), strict=True)),
     layers=(),
-    limitations=tuple(dict.fromkeys([*limitations, *reference.limitations])),
+    limitations=tuple(
+      dict.fromkeys([*limitations, *reference.program.limitations])
+    ),
     ill_conditioned_arrays=tuple(
       itertools.compress(names, reference.noise_mask)
     ),
@@ -262,17 +263,15 @@ def _explain_errors(
     )
   layers = None
   if reference.layers and not measures_all:  # The outputs are not finite.
-    layers = _layer_effects.explain_overflow(reference)
+    layers = _reference_runs.explain_overflow(reference)
   elif measures_all or not (
     report.is_accurate or report.suggested_log2_scale_change
   ):
-    layers = _layer_effects.measure_all_layers(
+    layers = _reference_runs.measure_all_layers(
       reference.half_runs.traced, reference.noise_mask, progress
     )
   if layers is not None:
-    report = report_layers(
-      report, layers.list_rows(), list(layers.effect_by_layer.values()), eps
-    )
+    report = report_layers(report, layers.rows, layers.isolated_effects, eps)
     if not (
       report.is_accurate
       or report.suggested_log2_scale_change
@@ -284,7 +283,7 @@ def _explain_errors(
     report,
     tuple(itertools.compress(reference.comparison.names, amplified_mask)),
     reference.compute_effects(amplified_mask),
-    layers.measure_without if layers and layers.measure else None,
+    layers and layers.measure_without,
     eps,
   )
 

@@ -81,18 +81,18 @@ class OutputComparison:
     pairs = zip(self._reference, [outs[i] for i in self._indices], strict=True)
     vectors = _host_values.to_host([_compare_arrays(*pair) for pair in pairs])
     # float64, since squares of float32 numbers may be out of its range.
-    rows = [_ArraySums(*np.asarray(row, np.float64)) for row in vectors]
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+    *norms, unit, is_finite, is_nonzero, num_underflows = np.array(
+      vectors, np.float64
+    ).T
+    with np.errstate(invalid="ignore", over="ignore"):
       # Undo the division by the unit.
-      squared_norms = np.array([row[:2] for row in rows]) * np.array(
-        [[row.unit**2] for row in rows]
-      )
+      squared_norms = np.stack(norms, 1) * unit[:, None] ** 2
+    num_entries = sum(x.size for x in self._reference)
     return RunErrors(
       error=self._compute_total_error(squared_norms),
-      is_finite=all(row.is_finite for row in rows),
-      is_zero=not any(row.is_nonzero for row in rows),
-      underflow_fraction=sum(row.num_underflows for row in rows)
-      / max(sum(x.size for x in self._reference), 1),
+      is_finite=bool(is_finite.all()),
+      is_zero=not is_nonzero.any(),
+      underflow_fraction=float(num_underflows.sum()) / max(num_entries, 1),
       array_errors=np.array(list(map(_compute_relative_error, squared_norms))),
       squared_norms=squared_norms,
     )
@@ -149,26 +149,6 @@ def list_compared_indices(
   return [i for i, x in enumerate(outputs) if x.kind == "grads" or is_state(x)]
 
 
-class _ArraySums(NamedTuple):
-  """Numbers that compare an array with its reference.
-
-  Attributes:
-    difference, reference: the sums of squares of the difference and of the
-      reference, each divided by the squared unit.
-    unit: the largest magnitude of both arrays; 1 if it is zero.
-    is_finite: whether the reference is finite enough to be compared with.
-    is_nonzero: whether any entry of the reference is not zero.
-    num_underflows: the number of entries that are zero only in the array.
-  """
-
-  difference: float
-  reference: float
-  unit: float
-  is_finite: float
-  is_nonzero: float
-  num_underflows: float
-
-
 # It is compiled once for each shape: XLA would take far longer to compile a
 # function of all arrays, and many arrays of a model have one shape.
 @jax.jit
@@ -180,7 +160,10 @@ def _compare_arrays(reference: Any, other: Any) -> Any:
   equal.
 
   Returns:
-    The fields of :class:`_ArraySums`, as one vector.
+    A vector: the sums of squares of the difference and of the reference, the
+    unit (1 if it is zero), whether the reference is finite enough to be
+    compared with, whether any of its entries is not zero, and the number of
+    entries that are zero only in the other array.
   """
   # An output that is trained in half precision is float32 in the reference.
   a, b = reference, other.astype(reference.dtype)

@@ -141,12 +141,7 @@ def _get_half_dtype(eqn: core.JaxprEqn) -> Any:
 
 def find_half_dtypes(closed_jaxpr: _eqns.ClosedJaxpr) -> set[Any]:
   """Return the half-precision dtypes to which a program rounds."""
-  avals: Iterator[Any] = (
-    v.aval
-    for visit in walk_rounding_eqns(closed_jaxpr)
-    for v in [*visit.eqn.outvars, *visit.eqn.invars]
-  )
-  return {aval.dtype for aval in avals if _float32_eqns.is_half(aval)}
+  return {_get_half_dtype(x.eqn) for x in walk_rounding_eqns(closed_jaxpr)}
 
 
 def walk_rounding_eqns(

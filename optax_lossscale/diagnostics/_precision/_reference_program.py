@@ -49,7 +49,7 @@ class RunResult(NamedTuple):
 
   Attributes:
     outs: the outputs, in float32 instead of half precision.
-    stats: the statistics of each measured layer, by its index.
+    stats: the statistics of each layer, by its index.
   """
 
   outs: list[Any]
@@ -62,8 +62,7 @@ class ReferenceProgram:
   Args:
     closed_jaxpr: the jaxpr.
     example_inputs: its inputs, whose devices run it.
-    layers: its layers; empty if no layer is measured or rounds.
-    measured: the indices of the layers that have statistics.
+    layers: the layers to measure.
     has_flags: whether each layer can run in half precision.
 
   Attributes:
@@ -75,8 +74,7 @@ class ReferenceProgram:
     self,
     closed_jaxpr: _eqns.ClosedJaxpr,
     example_inputs: Sequence[Any],
-    layers: Sequence[_layers.Layer] = (),
-    measured: Sequence[int] = (),
+    layers: Sequence[_layers.Layer],
     *,
     has_flags: bool = False,
   ) -> None:
@@ -84,8 +82,8 @@ class ReferenceProgram:
     self.limitations: dict[str, None] = {}
 
     def run(inputs: Sequence[Any], run_inputs: _RunInputs) -> RunResult:
-      stats = {i: _layers.make_empty_stats() for i in measured}
-      evaluator = _ReferenceEvaluator(run_inputs, layers, measured)
+      stats = {i: _layers.make_empty_stats() for i, _ in enumerate(layers)}
+      evaluator = _ReferenceEvaluator(run_inputs, layers)
       frame = _state_threading.Frame(closed_jaxpr)
       inputs = list(map(_float32_eqns.upcast, inputs))
       outs = evaluator.eval_jaxpr(frame, inputs, stats)
@@ -135,15 +133,12 @@ class _RunInputs(NamedTuple):
 class _ReferenceEvaluator(_report_program.ReportEvaluator):
   """Evaluates a program in float32, under a trace.
 
-  The state has the statistics of the layers that are measured, and ``shared``
-  is a :class:`_RunInputs`.
+  The state has the statistics of the layers, and ``shared`` is a
+  :class:`_RunInputs`.
   """
 
   def __init__(
-    self,
-    run_inputs: _RunInputs,
-    layers: Sequence[_layers.Layer],
-    measured: Sequence[int],
+    self, run_inputs: _RunInputs, layers: Sequence[_layers.Layer]
   ) -> None:
     super().__init__(run_inputs)
     self.limitations: dict[str, None] = {}
@@ -153,17 +148,17 @@ class _ReferenceEvaluator(_report_program.ReportEvaluator):
       visit.path: i for i, x in enumerate(layers) for visit in x.visits
     }
     self._autocast_layers = {i for i, x in enumerate(layers) if x.in_autocast}
-    # The measured layers inside of each equation.
-    self._measured_by_path: dict[_state_threading.Path, dict[int, None]] = {}
+    # The layers inside of each equation.
+    self._inner_layers: dict[_state_threading.Path, dict[int, None]] = {}
     for path, index in self._layer_by_path.items():
-      for i in range(1, len(path), 2) if index in measured else ():
-        self._measured_by_path.setdefault(path[:i], {})[index] = None
+      for i in range(1, len(path), 2):
+        self._inner_layers.setdefault(path[:i], {})[index] = None
 
   def select_keys(self, visit: _state_threading.Visit) -> list[Any] | None:
     # Enter only calls and loops that may contain half precision. All others run
     # as one equation, which is traced faster.
     if self._contains_half(visit.eqn):
-      return list(self._measured_by_path.get(visit.path, ()))
+      return list(self._inner_layers.get(visit.path, ()))
     return super().select_keys(visit)
 
   def merge_devices(
@@ -213,13 +208,9 @@ class _ReferenceEvaluator(_report_program.ReportEvaluator):
       # `autocast` casts the operands for this matmul alone.
       pairs = zip((lhs, rhs), eqn.invars, strict=False)
       lhs, rhs = (self._round(x, v.aval, layer, state) for x, v in pairs)
-    return [self._perturb(lhs), rhs, *others]
-
-  def _perturb(self, x: Any) -> Any:
-    """Flip bits of a float32 array if the run is perturbed."""
-    if self._has_flags or not _float32_eqns.is_float32(x):
-      return x
-    return _flip_bits(x, self.shared.flipped_bits)
+    if not self._has_flags and _float32_eqns.is_float32(lhs):
+      lhs = _flip_bits(lhs, self.shared.flipped_bits)
+    return [lhs, rhs, *others]
 
   def _round(
     self,
@@ -243,9 +234,8 @@ class _ReferenceEvaluator(_report_program.ReportEvaluator):
     """
     if layer is None or not _float32_eqns.is_half(aval):
       return x
-    if layer in state:
-      limits = _dtype_limits.get_cast_thresholds(aval.dtype)
-      state[layer] = _layers.add_array(state[layer], x, limits)
+    limits = _dtype_limits.get_cast_thresholds(aval.dtype)
+    state[layer] = _layers.add_array(state[layer], x, limits)
     if not self._has_flags:
       return x
     if rounded is None:

@@ -1,15 +1,27 @@
-"""The run of a function in float32, with which half precision is compared."""
+"""Runs of a function in float32, and with single layers in half precision.
 
-from collections.abc import Callable, Sequence
+The run in float32 is what half precision is compared with. The effect of a
+layer is the error of each array if this layer alone runs in half precision.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._jaxprs import _eqns
-from optax_lossscale.diagnostics import _host_values, _progress, _step_runs
+from optax_lossscale.diagnostics import (
+  _host_values,
+  _progress,
+  _reports,
+  _step_runs,
+  _tracing,
+)
 from optax_lossscale.diagnostics._precision import (
   _errors,
   _layers,
@@ -24,29 +36,28 @@ class ReferenceRun:
 
   Attributes:
     half_runs: runs of the function as trained.
+    program: the function in float32.
     outs: the outputs in float32, and the further ones.
-    run: a function from the inputs to the outputs in float32.
     comparison: compares outputs with those in float32.
     errors: the errors as trained.
     noise_mask: whether each array is only rounding noise in float32, too;
       bool[arrays].
     amplified_mask: whether each array has a large error that any rounding may
       cause, since the function amplifies roundings; bool[arrays].
-    layers: the layers if an output is not finite as trained, or else none.
-    stats: the statistics of their matmuls in float32, by index of the layer.
-    limitations: what does not run in float32, in sentences.
+    layers: the layers with matmuls if an output is not finite as trained, or
+      else none.
+    stats: their statistics in float32, by index of the layer.
   """
 
   half_runs: _step_runs.StepRuns
+  program: _reference_program.ReferenceProgram
   outs: Sequence[Any]
-  run: Callable[[list[Any]], Sequence[Any]]
   comparison: _errors.OutputComparison
   errors: _errors.RunErrors
   noise_mask: np.ndarray
   amplified_mask: np.ndarray
   layers: list[_layers.Layer]
   stats: dict[int, _layers.LayerStats]
-  limitations: list[str]
 
   def compute_effects(self, excluded_mask: Any = False) -> np.ndarray:
     """Return the errors as trained that layers are to blame for.
@@ -110,9 +121,9 @@ def run_reference(
   # The magnitudes of the matmuls explain an overflow.
   if not _host_values.all_finite(half_runs.outs):
     layers = _layers.list_rounding_layers(traced.closed_jaxpr)
-  measured = [i for i, x in enumerate(layers) if x.has_matmul]
+    layers = [x for x in layers if x.has_matmul]
   program = _reference_program.ReferenceProgram(
-    closed_jaxpr, traced.inputs, layers, measured
+    closed_jaxpr, traced.inputs, layers
   )
   progress.set_description("running the function in float32")
   # Wait, so that the progress line shows what is being executed.
@@ -131,13 +142,98 @@ def run_reference(
     )
   return ReferenceRun(
     half_runs=half_runs,
+    program=program,
     outs=reference.outs,
-    run=lambda inputs: program.run(inputs).outs,
     comparison=comparison,
     errors=errors,
     noise_mask=noise_mask,
     amplified_mask=amplified_mask,
     layers=layers,
     stats=_host_values.to_host(reference.stats),
-    limitations=list(program.limitations),
+  )
+
+
+class LayerEffects(NamedTuple):
+  """The layers of a program that were measured.
+
+  Attributes:
+    rows: a row for each measured layer.
+    isolated_effects: the effect of each: the error of all arrays together,
+      followed by that of each array; float64[1 + arrays].
+    measure_without: runs all layers but those with some names in half
+      precision, and returns their effect; None if only the magnitudes of layers
+      were measured.
+  """
+
+  rows: list[_reports.LayerPrecision]
+  isolated_effects: list[np.ndarray]
+  measure_without: Callable[[Sequence[str]], np.ndarray] | None = None
+
+
+def measure_all_layers(
+  traced: _tracing.TracedFunction,
+  noise_mask: np.ndarray,
+  progress: _progress.ProgressLine,
+) -> LayerEffects:
+  """Run a function once for each layer, with this layer in half precision.
+
+  Args:
+    traced: the function.
+    noise_mask: the arrays that are only rounding noise; bool[arrays].
+    progress: shows how far it is.
+  """
+  layers = _layers.list_rounding_layers(traced.closed_jaxpr)
+  program = _reference_program.ReferenceProgram(
+    traced.closed_jaxpr, traced.inputs, layers, has_flags=True
+  )
+  run_numbers = itertools.count(1)
+
+  def run(half_layers: Sequence[int]) -> _reference_program.RunResult:
+    progress.set_description(f"measuring layers, run {next(run_numbers)}")
+    return jax.block_until_ready(program.run(traced.inputs, half_layers))
+
+  reference = run(())
+  comparison = _errors.OutputComparison(traced.outputs, reference.outs)
+
+  def measure(half_layers: Sequence[int]) -> np.ndarray:
+    errors = comparison.compute_errors(run(half_layers).outs)
+    return comparison.compute_effects(errors, noise_mask)
+
+  effects = [measure([i]) for i, _ in enumerate(layers)]
+  stats = _host_values.to_host(reference.stats)
+  return LayerEffects(
+    [_make_row(layers, stats, *x) for x in enumerate(effects)],
+    effects,
+    lambda names: measure(
+      [i for i, x in enumerate(layers) if x.name not in names]
+    ),
+  )
+
+
+def explain_overflow(reference: ReferenceRun) -> LayerEffects:
+  """Return the matmuls that overflow, with an infinite effect."""
+  effect = np.where(np.isinf(reference.compute_effects()), math.inf, 0.0)
+  rows = [
+    _make_row(reference.layers, reference.stats, i, effect)
+    for i, _ in enumerate(reference.layers)
+  ]
+  overflowing = [row for row in rows if row.overflows]
+  return LayerEffects(overflowing, [effect] * len(overflowing))
+
+
+def _make_row(
+  layers: Sequence[_layers.Layer],
+  stats: Mapping[int, _layers.LayerStats],
+  index: int,
+  effect: np.ndarray,
+) -> _reports.LayerPrecision:
+  """Return the row of the report on a layer."""
+  layer, layer_stats = layers[index], stats[index]
+  amax = float(layer_stats.amax)
+  log2_max = math.log2(float(jnp.finfo(layer.dtype).max))
+  return layer.as_row(
+    isolated_error=float(effect[0]),
+    log2_headroom=log2_max - math.log2(amax) if amax else math.inf,
+    program_index=index,
+    **{k: float(x) for k, x in layer_stats._asdict().items()},
   )
