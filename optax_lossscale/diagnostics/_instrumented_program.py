@@ -24,6 +24,7 @@ from optax_lossscale.diagnostics import (
   _host_values,
   _outputs,
   _report_program,
+  _tracing,
 )
 
 _NEVER = np.iinfo(np.int32).max
@@ -51,51 +52,44 @@ class InstrumentedProgram:
   """A compiled program with flags.
 
   Args:
-    closed_jaxpr: the program.
-    regions: its checked values.
-    compiler_options: the options of XLA.
+    traced: the program.
     checked: the keys of the values to check; by default all of them.
     measured: the positions of the equations to measure, each with the value
       in whose region it is. In a loop, it is measured in the iteration in which
-      this value first was nonfinite, or in the last one.
+      this value first was nonfinite, or in the last one. If any are measured,
+      no run may change the values of tags.
     output_indices: the indices of the outputs to return; by default all of
       them.
-    tags: the tags whose values a run may change; by default none.
 
-  All arguments but the tags are attributes, too.
+  The arguments are attributes, too.
   """
 
   def __init__(
     self,
-    closed_jaxpr: _eqns.ClosedJaxpr,
-    regions: _regions.Regions,
-    compiler_options: dict[str, Any],
+    traced: _tracing.TracedFunction,
     *,
     checked: Collection[_regions.Key] | None = None,
     measured: Mapping[_regions.Key, _regions.Key] | None = None,
     output_indices: Sequence[int] | None = None,
-    tags: Mapping[_regions.Key, _outputs.TagGroup] | None = None,
   ) -> None:
-    self.closed_jaxpr, self.regions = closed_jaxpr, regions
-    self.compiler_options = compiler_options
-    self.checked = sorted(
-      filter(_regions.is_checked_value, regions.reads)
+    self.traced = traced
+    self.checked = set(
+      filter(_regions.is_checked_value, traced.get_regions().reads)
       if checked is None
       else checked
     )
     self.measured = dict(sorted((measured or {}).items()))
     self.output_indices = (
-      range(len(closed_jaxpr.jaxpr.outvars))
-      if output_indices is None
-      else output_indices
+      range(len(traced.outputs)) if output_indices is None else output_indices
     )
     self.replaceable = {
       key: group
-      for key, group in (tags or {}).items()
-      if group.kind in _NO_CHANGE
+      for key, group in traced.tags.items()
+      if group.kind in _NO_CHANGE and not self.measured
     }
     self._groups = list(dict.fromkeys(self.replaceable.values()))
-    self._run = jax.jit(self._eval_program, compiler_options=compiler_options)
+    options = _report_program.make_compiler_options(traced.inputs)
+    self._run = jax.jit(self._eval_program, compiler_options=options)
 
   def run(
     self,
@@ -134,18 +128,25 @@ class InstrumentedProgram:
     return RunRecord(outs, first_nonfinite, stats)
 
   def _eval_program(self, shared: "_Inputs", *inputs: Any) -> Any:
-    instrumenter = _Instrumenter(shared, self)
-    state = instrumenter.make_state()
-    jaxpr = self.closed_jaxpr.jaxpr
+    regions = self.traced.get_regions()
+    state: _state_threading.State = {
+      key: jnp.zeros(1 + len(regions.list_loops(key)), jnp.int32)
+      for key in self.checked
+    }
+    state |= {
+      key: _eqn_stats.make_empty_stats(regions.eqns[key])
+      for key in self.measured
+    }
+    jaxpr = self.traced.closed_jaxpr.jaxpr
     # Keep equations alive whose flags are needed, even if their results
     # are not.
     indices = sorted({key[0] for key in [*self.checked, *self.measured]})
     live_vars = [var for i in indices for var in jaxpr.eqns[i].outvars]
     outvars = [jaxpr.outvars[i] for i in self.output_indices]
     program: Any = _eqns.replace_jaxpr_fields(
-      self.closed_jaxpr, outvars=[*outvars, *live_vars]
+      self.traced.closed_jaxpr, outvars=[*outvars, *live_vars]
     )
-    outs = instrumenter.eval_jaxpr(
+    outs = _Instrumenter(shared, self).eval_jaxpr(
       _state_threading.Frame(program), inputs, state
     )
     flags = {key: state[key] for key in self.checked}
@@ -178,10 +179,7 @@ class _Instrumenter(_report_program.ReportEvaluator):
 
   def __init__(self, shared: _Inputs, program: InstrumentedProgram) -> None:
     super().__init__(shared)
-    self._regions = program.regions
-    self._checked = set(program.checked)
-    self._measured = program.measured
-    self._replaceable = program.replaceable
+    self._program = program
     self._keys_by_eqn: dict[_regions.Key, set[_regions.Key]] = {
       key[:i]: set()
       for key in program.replaceable
@@ -189,21 +187,10 @@ class _Instrumenter(_report_program.ReportEvaluator):
     }
     for key in [*program.checked, *program.measured]:
       # The state of the value in whose region an equation is, is read.
-      keys = self._checked & {key, self._measured.get(key, key)} | {key}
+      keys = program.checked & {key, program.measured.get(key, key)} | {key}
       # The prefixes of a key are the positions of the equations around it.
       for i in range(1, len(key) - 1, 2):
         self._keys_by_eqn.setdefault(key[:i], set()).update(keys)
-
-  def make_state(self) -> _state_threading.State:
-    """Return the state before the program runs."""
-    state: _state_threading.State = {
-      key: jnp.zeros(1 + len(self._regions.list_loops(key)), jnp.int32)
-      for key in self._checked
-    }
-    return state | {
-      key: _eqn_stats.make_empty_stats(self._regions.eqns[key])
-      for key in self._measured
-    }
 
   def select_keys(
     self, visit: _state_threading.Visit
@@ -234,8 +221,9 @@ class _Instrumenter(_report_program.ReportEvaluator):
   ) -> Sequence[Any]:
     outs = super().eval_eqn(visit, inputs, state)
     eqn, frame, key = visit.eqn, visit.frame, visit.path
-    if key in self._replaceable:
-      group = self._replaceable[key]
+    measured, replaceable = self._program.measured, self._program.replaceable
+    if key in replaceable:
+      group = replaceable[key]
       x = self.shared.substitutes[group]
       outs = [
         jnp.where(jnp.isnan(x), y, jnp.full_like(y, x))
@@ -243,16 +231,16 @@ class _Instrumenter(_report_program.ReportEvaluator):
         else y * x.astype(y.dtype)
         for y in outs
       ]
-    if key in self._measured:
+    if key in measured:
       inputs = list(map(_as_array, inputs, eqn.invars))
       stats, old = _eqn_stats.measure_eqn(eqn, inputs, outs), state[key]
       state[key] = stats
       # Before it runs, these are constants, except in a loop or a branch.
       if not isinstance(old.is_origin, np.ndarray):
-        value_state = state.get(self._measured[key], np.zeros(1, np.int32))
+        value_state = state.get(measured[key], np.zeros(1, np.int32))
         select = functools.partial(jnp.where, value_state[0] == 0)
         state[key] = jax.tree.map(select, stats, old)
-      is_healed = self.shared.is_healed[list(self._measured).index(key)]
+      is_healed = self.shared.is_healed[list(measured).index(key)]
       outs = _eqn_stats.heal(eqn, inputs, outs, is_healed, stats)
     for i, out in enumerate(outs):
       self._check((*key, _regions.OUTPUT + i), out, frame, state)
@@ -266,7 +254,7 @@ class _Instrumenter(_report_program.ReportEvaluator):
     del state  # The state of each device includes it.
     return {
       key: _select_first(x)
-      if key in self._checked
+      if key in self._program.checked
       else jax.tree.map(lambda flags: jnp.max(flags, 0), x)
       for key, x in device_states.items()
     }
@@ -279,7 +267,7 @@ class _Instrumenter(_report_program.ReportEvaluator):
     state: _state_threading.State,
   ) -> None:
     """Record when a checked value is nonfinite for the first time."""
-    if key not in self._checked:
+    if key not in self._program.checked:
       return
     is_nonfinite = ~_eqn_stats.is_finite(value)
     old = state[key]

@@ -159,12 +159,7 @@ def search_traced(
   traced: _tracing.TracedFunction, progress: _progress.ProgressLine
 ) -> SearchResult:
   """Find the origin of an inf or a NaN in a traced program."""
-  program = _instrumented_program.InstrumentedProgram(
-    traced.closed_jaxpr,
-    traced.get_regions(),
-    _report_program.make_compiler_options(traced.inputs),
-    tags=traced.tags,
-  )
+  program = _instrumented_program.InstrumentedProgram(traced)
   progress.set_description("compiling and running the function")
   record = program.run(traced.inputs, has_prints=True)
   run = lambda inputs, replaced=None: (
@@ -178,19 +173,16 @@ def search_traced(
   ]
   origins = [
     _description.describe_origin(traced, origin)
-    for origin in _find_relevant_origins(
-      traced, program, record, bad_outputs, progress
-    )
+    for origin in _find_relevant_origins(program, record, bad_outputs, progress)
   ]
-  finite_runs = runs
-  if origins:
-    origins, finite_runs = _assess_loss_scale(runs, origins)
-  return SearchResult(
-    origin=_join_origins(traced, origins) if origins else None,
-    limitations=[] if origins else _describe_limitations(traced),
-    runs=runs,
-    finite_runs=finite_runs,
-  )
+  if not origins:
+    unreached = _tracing.describe_unreached(traced.unreached_locations)
+    limitations = [f"Not analyzed: {x}." for x in unreached]
+    return SearchResult(None, limitations, runs, runs)
+  origins, finite_runs = _assess_loss_scale(runs, origins)
+  first, *others = _disambiguate_names(traced, origins)
+  origin = dataclasses.replace(first, other_origins=tuple(others))
+  return SearchResult(origin, [], runs, finite_runs)
 
 
 def _assess_loss_scale(
@@ -262,20 +254,6 @@ def _is_below_min_scale(traced: _tracing.TracedFunction, factor: float) -> bool:
   return traced.lowest_scale is not None and new_scale < traced.lowest_scale
 
 
-def _join_origins(
-  traced: _tracing.TracedFunction, origins: list[_report.Overflow]
-) -> _report.Overflow:
-  """Return the first origin, with the others."""
-  first, *others = _disambiguate_names(traced, origins)
-  return dataclasses.replace(first, other_origins=tuple(others))
-
-
-def _describe_limitations(traced: _tracing.TracedFunction) -> list[str]:
-  """Return sentences on what was not run."""
-  messages = _tracing.describe_unreached(traced.unreached_locations)
-  return [f"Not analyzed: {message}." for message in messages]
-
-
 def _disambiguate_names(
   traced: _tracing.TracedFunction, origins: list[_report.Overflow]
 ) -> list[_report.Overflow]:
@@ -305,7 +283,6 @@ def _disambiguate_names(
 
 
 def _find_relevant_origins(
-  traced: _tracing.TracedFunction,
   program: _instrumented_program.InstrumentedProgram,
   record: _instrumented_program.RunRecord,
   bad_outputs: list[int],
@@ -319,9 +296,8 @@ def _find_relevant_origins(
   """
   if not bad_outputs:
     return []
-  origins = _origins.find_origins(
-    program, traced.inputs, record, bad_outputs, progress
-  )
+  traced = program.traced
+  origins = _origins.find_origins(program, record, bad_outputs, progress)
   if not traced.grad_outputs or traced.unreached_locations:
     return origins
 

@@ -14,8 +14,8 @@
    the first overflow, a later one may follow.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from jax.extend import core
 
@@ -25,6 +25,7 @@ from optax_lossscale.diagnostics import (
   _host_values,
   _instrumented_program,
   _progress,
+  _tracing,
 )
 
 # Compilation takes longer the more equations are measured.
@@ -60,7 +61,6 @@ class Origin(NamedTuple):
 
 def find_origins(
   program: _instrumented_program.InstrumentedProgram,
-  inputs: Sequence[Any],
   record: _instrumented_program.RunRecord,
   bad_outputs: list[int],
   progress: _progress.ProgressLine,
@@ -69,7 +69,6 @@ def find_origins(
 
   Args:
     program: the program with its checked values.
-    inputs: its inputs.
     record: the record of its run.
     bad_outputs: the indices of the nonfinite outputs.
     progress: shows how many equations the second program measures.
@@ -77,8 +76,8 @@ def find_origins(
   Returns:
     The origins, in program order.
   """
-  values = _NonfiniteValues(program.regions, inputs, record, bad_outputs)
-  search = _OriginSearch(program, inputs, values, bad_outputs)
+  values = _NonfiniteValues(program.traced, record, bad_outputs)
+  search = _OriginSearch(program.traced, values, bad_outputs)
   count = len(search.program.measured)
   progress.set_description(f"measuring {count} operation{'s' * (count > 1)}")
   return search.find_origins()
@@ -88,8 +87,7 @@ class _NonfiniteValues:
   """The nonfinite values of a run.
 
   Args:
-    regions: the checked values, and what they read.
-    inputs: the inputs of the program.
+    traced: the program.
     record: the record of its run.
     bad_outputs: the indices of its nonfinite outputs.
 
@@ -100,16 +98,15 @@ class _NonfiniteValues:
 
   def __init__(
     self,
-    regions: _regions.Regions,
-    inputs: Sequence[Any],
+    traced: _tracing.TracedFunction,
     record: _instrumented_program.RunRecord,
     bad_outputs: Iterable[int],
   ) -> None:
-    self._regions = regions
+    self._regions = traced.get_regions()
     bad_args: list[Key] = [
-      (_regions.ARGUMENT, i) for i in _host_values.list_nonfinite(inputs)
+      (_regions.ARGUMENT, i) for i in _host_values.list_nonfinite(traced.inputs)
     ]
-    has_nan = lambda key: _host_values.has_nan(inputs[key[1]])
+    has_nan = lambda key: _host_values.has_nan(traced.inputs[key[1]])
     nan_args = list(filter(has_nan, bad_args))
     # An argument with inf, but no NaN, may be a mask.
     self._inf_args = set(bad_args).difference(nan_args)
@@ -119,11 +116,6 @@ class _NonfiniteValues:
     self._times = {key: self.get_time(key, x) for key, x in iterations.items()}
     keys = sorted(iterations, key=lambda key: self._times[key])
     self.iterations = {key: iterations[key] for key in keys}
-    # In the order of their times.
-    self._consumers: dict[Key, list[Key]] = {key: [] for key in keys}
-    for key in keys:
-      for source in self._list_nonfinite_sources(key):
-        self._consumers[source].append(key)
 
   def get_time(self, key: Key, iterations: Iterations) -> Key:
     """Return when a value first was nonfinite; times are ordered."""
@@ -150,33 +142,29 @@ class _NonfiniteValues:
     They are in program order. Those that reach no nonfinite output are left
     out.
     """
+    # The outputs, and what may reach them.
+    relevant = set(filter(_regions.is_output, self.iterations))
+    stack = list(relevant)
+    while stack:
+      new = set(self._list_nonfinite_sources(stack.pop())) - relevant
+      relevant |= new
+      stack += new
     return [
       key
       for key in self.iterations
-      if all(
+      if key in relevant
+      and all(
         self._times[source] >= self._times[key]
         for source in self._list_nonfinite_sources(key)
       )
-      and self._reaches_output(key)
     ]
-
-  def _reaches_output(self, key: Key) -> bool:
-    """Return whether a value may reach a nonfinite output."""
-    reached = {key}
-    stack = [key]
-    while stack:
-      new = set(self._consumers[stack.pop()]) - reached
-      reached |= new
-      stack += new
-    return any(map(_regions.is_output, reached))
 
 
 class _OriginSearch:
   """A search with a second program, which runs with healed equations.
 
   Args:
-    program: the program with its checked values.
-    inputs: its inputs.
+    traced: the first program.
     values: the nonfinite values of its run.
     bad_outputs: the indices of its nonfinite outputs.
 
@@ -186,15 +174,13 @@ class _OriginSearch:
 
   def __init__(
     self,
-    program: _instrumented_program.InstrumentedProgram,
-    inputs: Sequence[Any],
+    traced: _tracing.TracedFunction,
     values: _NonfiniteValues,
     bad_outputs: list[int],
   ) -> None:
-    self._inputs = inputs
     self._values = values
     self._candidates = values.find_candidates()
-    self._regions = program.regions
+    self._regions = traced.get_regions()
     self._stats: dict[Key, _eqn_stats.EqnStats] = {}
     # The iterations in which each equation was measured.
     self._iterations: dict[Key, Iterations] = {}
@@ -202,9 +188,7 @@ class _OriginSearch:
     # itself.
     measured = self._select_eqns([*self._candidates, *values.iterations])
     self.program = _instrumented_program.InstrumentedProgram(
-      program.closed_jaxpr,
-      program.regions,
-      program.compiler_options,
+      traced,
       checked=set(filter(_regions.is_checked_value, measured.values())),
       measured=measured,
       output_indices=bad_outputs,
@@ -304,7 +288,7 @@ class _OriginSearch:
     self, healed: list[Key]
   ) -> tuple[_instrumented_program.RunRecord, frozenset[int]]:
     """Run the program, and return its record and the nonfinite outputs."""
-    inputs = list(self._inputs)
+    inputs = list(self.program.traced.inputs)
     for _, i in filter(_regions.is_argument, healed):
       inputs[i] = _eqn_stats.heal_array(inputs[i])
     record = self.program.run(inputs, healed)

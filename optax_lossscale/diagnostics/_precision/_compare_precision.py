@@ -25,7 +25,6 @@ from optax_lossscale._autocast import _matmuls
 from optax_lossscale.diagnostics import (
   _instrumented_program,
   _progress,
-  _report_program,
   _reports,
   _step_runs,
   _tracing,
@@ -115,13 +114,7 @@ def compare_precision(
   ) as (traced, progress_line):
     if not list_compared_outputs(traced):
       raise ValueError(_no_floats_message(fun))
-    program = _instrumented_program.InstrumentedProgram(
-      traced.closed_jaxpr,
-      traced.get_regions(),
-      _report_program.make_compiler_options(traced.inputs),
-      checked=(),
-      tags=traced.tags,
-    )
+    program = _instrumented_program.InstrumentedProgram(traced, checked=())
     run = lambda inputs, replaced=None: (
       program.run(inputs, replaced=replaced).outs
     )
