@@ -100,9 +100,8 @@ def measure(x: Any) -> tuple[Any, Any, Any]:
 @jax.jit
 def _measure_numbers(x: Any) -> tuple[Any, Any, Any]:
   dtype = jnp.result_type(float)
-  if not jnp.issubdtype(x.dtype, jnp.inexact):
-    return False, False, jnp.max(jnp.abs(x.astype(dtype)), initial=0)
-  x = _arrays.upcast_for_reduction(x)
+  is_float = _arrays.is_inexact(x)
+  x = _arrays.upcast_for_reduction(x) if is_float else x.astype(dtype)
   magnitudes = jnp.where(jnp.isfinite(x), jnp.abs(x), 0).astype(dtype)
 
   # Compute all three in one variadic reduction, since XLA would compile a loop

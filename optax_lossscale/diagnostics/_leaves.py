@@ -135,9 +135,7 @@ def _measure_nonfinite(xp: Any, leaf: Any) -> tuple[Any, Any, list[Any]]:
 @reduce_on_device
 def count_exponents(xp: Any, leaf: Any) -> tuple[Any, Any, Any]:
   """Return the counts from MIN_EXPONENT on, of zeros, and of infs and NaNs."""
-  magnitudes = xp.abs(leaf)
-  if xp.iscomplexobj(leaf):
-    magnitudes = xp.maximum(xp.abs(leaf.real), xp.abs(leaf.imag))
+  magnitudes = xp.maximum(xp.abs(leaf.real), xp.abs(leaf.imag))
   finite = xp.isfinite(leaf)
   finite_nonzero = finite & (magnitudes > 0)
   _, exponents = xp.frexp(xp.where(finite_nonzero, magnitudes, 1))

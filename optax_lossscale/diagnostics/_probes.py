@@ -273,11 +273,9 @@ def count_per_float16_bin(x: jax.Array) -> jax.Array:
   The counts are integers until the end: a float32 counter that is incremented
   by 1 stops at 2**24.
   """
-  if isinstance(x.size, int):
-    is_chunked = x.size > _checks.MAX_COUNT
-  else:  # A symbolic size of `jax.export` may be arbitrarily large.
-    is_chunked = x.ndim > 1
-  if is_chunked:
+  # A symbolic size of `jax.export` may be arbitrarily large.
+  is_small = isinstance(x.size, int) and x.size <= _checks.MAX_COUNT
+  if x.ndim > 1 and not is_small:
     return jnp.sum(jax.vmap(count_per_float16_bin)(x), axis=0)
   if _arrays.is_complex(x.dtype):
     return count_per_float16_bin(x.real) + count_per_float16_bin(x.imag)
@@ -287,8 +285,9 @@ def count_per_float16_bin(x: jax.Array) -> jax.Array:
   if any(jax.typeof(x).sharding.spec):
     counts = _count_by_comparison(bins)
   else:
+    zeros = jnp.zeros((NUM_BINS,), jnp.int32)
     counts = lax.platform_dependent(
-      bins, cpu=_count_by_scatter, default=_count_by_comparison
+      bins, cpu=lambda x: zeros.at[x].add(1), default=_count_by_comparison
     )
   return counts.astype(jnp.float32)
 
@@ -314,10 +313,6 @@ def _compute_bins(x: jax.Array) -> jax.Array:
   exponent = (bits >> 23) & 0xFF
   bins = jnp.clip(exponent - (127 + _MIN_EXPONENT - 1), 0, OVERFLOW_BIN)
   return jnp.where(exponent == 0xFF, jnp.int32(NONFINITE_BIN), bins)
-
-
-def _count_by_scatter(bins: jax.Array) -> jax.Array:
-  return jnp.zeros((NUM_BINS,), jnp.int32).at[bins].add(1)
 
 
 def _count_by_comparison(bins: jax.Array) -> jax.Array:

@@ -153,8 +153,8 @@ def test_the_arrays_with_large_errors_are_listed():
     "  c: 0.2",
     "  b: 0.1",
     "(+1 more: report.inaccurate_arrays)",
-    "The function amplifies any rounding, so these errors are expected in"
-    " float16: d, e, f and 2 more.",
+    "In float16, errors of d, e, f, ... are expected, since the function"
+    " amplifies any rounding.",
   ]
   # After an overflow, most errors are infinite.
   for fields in (

@@ -162,11 +162,9 @@ class PrecisionComparison(_reports.PrintedReport):
     lines += _reports.format_rest(self.inaccurate_arrays, _MAX_ARRAYS, more)
     names = [x or "the result" for x in self.ill_conditioned_arrays]
     if names:
-      num_hidden = len(names) - _MAX_ARRAYS
-      more = f" and {num_hidden} more" if num_hidden > 0 else ""
       lines.append(
-        "The function amplifies any rounding, so these errors are expected in"
-        f" {self.dtype}: {', '.join(names[:_MAX_ARRAYS])}{more}."
+        f"In {self.dtype}, errors of {_reports.format_names(names)} are"
+        " expected, since the function amplifies any rounding."
       )
     return lines
 
@@ -195,8 +193,14 @@ def find_problems(
   if report.reference_is_zero or not report.reference_is_finite:
     return []
   if report.overflowing:
-    rows = map(report.get_row, report.overflowing)
-    return [_suggest_float32(row, _describe_overflow(row)) for row in rows]
+    return [
+      _suggest_float32(
+        row,
+        f"{row.name} overflows in the forward pass: max abs {row.amax:.2g},"
+        f" {row.dtype} ends at {float(jnp.finfo(row.dtype).max):.5g}.",
+      )
+      for row in map(report.get_row, report.overflowing)
+    ]
   if log2_change < 0:
     consequence = ", so this step is skipped" * loss_scale.can_decrease
     cause = f"The backward pass overflows{consequence}"
@@ -212,23 +216,15 @@ def find_problems(
   if report.is_accurate:
     return []
   if report.outliers:
-    rows = map(report.get_row, report.outliers)
-    return [_suggest_float32(row, _describe_outlier(row)) for row in rows]
+    return [
+      _suggest_float32(
+        row,
+        f"{row.name} loses precision in {row.dtype}: relative error"
+        f" {row.isolated_error:.2g} from this layer alone.",
+      )
+      for row in map(report.get_row, report.outliers)
+    ]
   return [_explain_large_error(report)] if math.isfinite(report.error) else []
-
-
-def _describe_overflow(row: _reports.LayerPrecision) -> str:
-  return (
-    f"{row.name} overflows in the forward pass: max abs {row.amax:.2g},"
-    f" {row.dtype} ends at {float(jnp.finfo(row.dtype).max):.5g}."
-  )
-
-
-def _describe_outlier(row: _reports.LayerPrecision) -> str:
-  return (
-    f"{row.name} loses precision in {row.dtype}: relative error"
-    f" {row.isolated_error:.2g} from this layer alone."
-  )
 
 
 def _explain_large_error(report: PrecisionComparison) -> _reports.Problem:

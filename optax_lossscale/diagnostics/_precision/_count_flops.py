@@ -214,7 +214,7 @@ def count_traced(
   ]
   limitations += list(filter(None, map(_describe_limitation, visits)))
   all_matmuls = _list_matmuls(visits)
-  matmuls = [x for x in all_matmuls if not _is_in_optimizer(x)]
+  matmuls = [x for x in all_matmuls if not x.stack_location.is_in_optimizer]
   layers = _layers.group_by_layer(matmuls, _get_operand_dtype)
   flops: collections.Counter[str] = collections.Counter()
   for layer in layers:
@@ -238,14 +238,6 @@ def count_traced(
     and any(_is_castable(x.eqn) for layer in unconverted for x in layer.visits),
     limitations=tuple(dict.fromkeys(limitations)),
     optimizer_flops=_layers.count_flops(all_matmuls) - total_flops,
-  )
-
-
-def _is_in_optimizer(visit: _walk.EqnVisit) -> bool:
-  """Return whether the optimizer that `with_loss_scaling` wraps runs an eqn."""
-  return any(
-    _provenance.has_scope(x.eqn, _provenance.OPTIMIZER_SCOPE)
-    for x in visit.self_and_ancestors
   )
 
 
@@ -320,23 +312,20 @@ def _non_reducer_subjaxprs(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
 
 def _describe_limitation(visit: _walk.EqnVisit) -> str:
   """Return the limitation of counting an equation by shapes, or ``""``."""
-  reason = _find_limitation(visit)
-  if not reason:
+  eqn = visit.eqn
+  may_have_flops = _primitives.is_matmul(eqn) or _eqns.get_hi_primitive(eqn)
+  if isinstance(visit.hop, _higher_order.While):
+    reason = "only one iteration is counted"
+  elif visit.hop is None and _non_reducer_subjaxprs(eqn):
+    reason = "its body is counted once"
+  elif (
+    visit.hop is None
+    and may_have_flops
+    and _primitives.count_eqn_flops(eqn) is None
+  ):
+    reason = "its FLOPs are not counted"
+  else:
     return ""
-  name = _source_info.get_primitive_name(visit.eqn)
+  name = _source_info.get_primitive_name(eqn)
   where = _provenance.format_location(name, visit.location.source_line)
   return f"{where}: {reason}"
-
-
-def _find_limitation(visit: _walk.EqnVisit) -> str:
-  if isinstance(visit.hop, _higher_order.While):
-    return "only one iteration is counted"
-  if visit.hop is not None:
-    return ""
-  if _non_reducer_subjaxprs(visit.eqn):
-    return "its body is counted once"
-  has_flops = _primitives.is_matmul(visit.eqn) or _eqns.get_hi_primitive(
-    visit.eqn
-  )
-  is_counted = _primitives.count_eqn_flops(visit.eqn) is not None
-  return "its FLOPs are not counted" * (bool(has_flops) and not is_counted)

@@ -58,18 +58,17 @@ class OutputComparison:
     reference_outs: Sequence[Any],
   ) -> None:
     self._indices = list_compared_indices(outputs)
-    self.names = [outputs[i].name for i in self._indices]
+    compared = [outputs[i] for i in self._indices]
+    has_grads = any(x.kind == "grads" for x in compared)
+    self.names = [
+      f"result {x.name}" if has_grads and x.kind != "grads" else x.name
+      for x in compared
+    ]
     # The arrays of a result are contiguous, so reduceat can sum over them.
-    keys = [(outputs[i].kind, outputs[i].group) for i in self._indices]
+    keys = [(x.kind, x.group) for x in compared]
     self._group_starts = [
       i for i, key in enumerate(keys) if i == 0 or key != keys[i - 1]
     ]
-    has_grads = any(kind == "grads" for kind, _ in keys)
-    if has_grads:
-      self.names = [
-        x if kind == "grads" else f"result {x}"
-        for x, (kind, _) in zip(self.names, keys, strict=True)
-      ]
     # State next to gradients, such as running averages, is judged by itself.
     self._in_total = [
       keys[i][0] == "grads" or not has_grads for i in self._group_starts
