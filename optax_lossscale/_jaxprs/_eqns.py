@@ -98,17 +98,6 @@ def eval_jaxpr(
   return list(map(read, jaxpr.outvars))
 
 
-def replace_dropped_outvars(eqn: core.JaxprEqn) -> core.JaxprEqn:
-  """Return the equation with new variables for results that nobody reads.
-
-  JAX has a subclass for such variables, which a jaxpr cannot return.
-  """
-  outvars = [
-    v if type(v) is core.Var else core.Var(v.aval) for v in eqn.outvars
-  ]
-  return eqn.replace(outvars=outvars)
-
-
 def trace_replacement_eqns(
   fun: Callable[..., list[Any]], eqn: core.JaxprEqn
 ) -> tuple[list[core.JaxprEqn], list[Any]] | None:

@@ -176,15 +176,10 @@ def is_control_flow(eqn: core.JaxprEqn) -> bool:
 def has_hijax_scan(closed_jaxpr: _eqns.ClosedJaxpr) -> bool:
   """Return whether a jaxpr contains a scan of hijax (flag ``jax_scan3``)."""
   return any(
-    _is_hijax_scan(eqn) or any(map(has_hijax_scan, _eqns.subjaxprs(eqn)))
+    _eqns.get_canonical_name(eqn) == "scan" != eqn.primitive.name
+    or any(map(has_hijax_scan, _eqns.subjaxprs(eqn)))
     for eqn in closed_jaxpr.jaxpr.eqns
   )
-
-
-def _is_hijax_scan(eqn: core.JaxprEqn) -> bool:
-  """Return whether an equation is a scan of hijax."""
-  is_hijax = _eqns.get_hi_primitive(eqn) is not None
-  return is_hijax and _eqns.get_canonical_name(eqn) == "scan"
 
 
 def is_scan_dropped_by_jit() -> bool:

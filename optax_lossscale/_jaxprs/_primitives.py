@@ -74,14 +74,6 @@ def replace_result_dtype(
   return eqn.replace(params=params)
 
 
-def as_highest_float32(eqn: core.JaxprEqn) -> core.JaxprEqn:
-  """Let a matmul of float32 operands run in float32 on all devices."""
-  # With the default precision, TPUs multiply in bfloat16 and some GPUs in
-  # TensorFloat-32.
-  highest = lax.Precision.HIGHEST, lax.Precision.HIGHEST
-  return replace_result_dtype(eqn, jnp.float32, precision=highest)
-
-
 def map_dtypes(
   eqn: core.JaxprEqn, map_fn: Callable[[Any], Any]
 ) -> core.JaxprEqn:

@@ -251,8 +251,9 @@ class StateThreader(abc.ABC):
       outs = self.eval_jaxpr(frame, [*body_consts, *carry], state)
       # Under ``vmap``, members that have left the loop keep their carry.
       if jnp.ndim(pred):
+        expand = lambda x: jnp.expand_dims(pred, range(pred.ndim, jnp.ndim(x)))
         pairs = zip(outs, carry, strict=True)
-        outs = [_select_rows(pred, *pair) for pair in pairs]
+        outs = [jnp.where(expand(new), new, old) for new, old in pairs]
       self.end_iteration(frame, outs, state)
       return eval_cond(index + 1, outs, state)
 
@@ -319,13 +320,7 @@ def _separate_recomputation(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
   Otherwise XLA would replace the recomputed values by those of the forward
   pass, and keep all of them in memory. JAX prevents it in the same way.
   """
-  has_ref = any(_eqns.is_ref(atom.aval) for atom in eqn.invars)
-  if _eqns.get_canonical_name(eqn) != "remat2" or has_ref:
+  is_checkpoint = _eqns.get_canonical_name(eqn) == "remat2"
+  if not is_checkpoint or _eqns.has_ref_operand(eqn):
     return inputs
   return lax.optimization_barrier(inputs)
-
-
-def _select_rows(flags: Any, new: Any, old: Any) -> Any:
-  """Select between the rows of two arrays, by one flag for each row."""
-  axes = tuple(range(flags.ndim, jnp.ndim(new)))
-  return jnp.where(jnp.expand_dims(flags, axes), new, old)

@@ -113,7 +113,13 @@ class _Harvester:
   ) -> HarvestedJaxpr:
     """Rewrite a jaxpr that is called from this location."""
     jaxpr = closed_jaxpr.jaxpr
-    returned_vars = self._list_unchanged_vars(jaxpr)
+    # The variables that tags return unchanged.
+    returned_vars = {
+      v
+      for eqn in jaxpr.eqns
+      if self._get_capture(eqn) is UNCHANGED
+      for v in _eqns.drop_literals(eqn.invars)
+    }
     harvested_eqns = [
       _HarvestedEqn([eqn])
       if returned_vars.intersection(eqn.outvars)
@@ -185,15 +191,6 @@ class _Harvester:
       return _HarvestedEqn([eqn])
     return harvested_eqn
 
-  def _list_unchanged_vars(self, jaxpr: core.Jaxpr) -> set[Any]:
-    """Return the variables that tags return unchanged."""
-    return {
-      v
-      for eqn in jaxpr.eqns
-      if self._get_capture(eqn) is UNCHANGED
-      for v in _eqns.drop_literals(eqn.invars)
-    }
-
   def _get_capture(self, eqn: core.JaxprEqn) -> Callable[[Any], Any] | None:
     """Return the capture of a tag equation; None if it isn't harvested."""
     tag = get_tag(eqn)
@@ -246,7 +243,12 @@ def _capture_eqn(
   eqn: core.JaxprEqn, capture: Callable[[Any], Any]
 ) -> _HarvestedEqn:
   """Append the equations of its capture to a tag equation."""
-  eqn = _eqns.replace_dropped_outvars(eqn)
+  # JAX has a subclass for results that nobody reads, and a jaxpr cannot return
+  # them.
+  outvars = [
+    v if type(v) is core.Var else core.Var(v.aval) for v in eqn.outvars
+  ]
+  eqn = eqn.replace(outvars=outvars)
 
   def fun(x: Any) -> list[Any]:
     (out,) = _eqns.eqn_as_fun(eqn)(x)

@@ -118,7 +118,10 @@ def eval_in_float32(
   if name in _OPAQUE:
     return None
   if _primitives.is_matmul(eqn) and all(is_float32(x) for x in inputs[:2]):
-    eqn = _primitives.as_highest_float32(eqn)
+    # With the default precision, TPUs multiply in bfloat16 and some GPUs in
+    # TensorFloat-32.
+    highest = lax.Precision.HIGHEST, lax.Precision.HIGHEST
+    eqn = _primitives.replace_result_dtype(eqn, jnp.float32, precision=highest)
   elif name in _REDUCERS:
     eqn = _eqns.map_subjaxprs(eqn, _retrace_in_float32)
   elif next(_eqns.subjaxprs(eqn), None) or _eqns.get_hi_primitive(eqn):
