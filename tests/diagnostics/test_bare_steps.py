@@ -301,6 +301,26 @@ def test_an_overflow_of_a_step_in_float16_is_found():
   assert not check.is_sound
 
 
+def test_one_line_that_stands_out_is_a_problem_below_the_limit_of_errors():
+  """Such as time steps that are rounded in front of sines and cosines."""
+
+  def loss(params, time_dtype=jnp.bfloat16):
+    times = (14.7 * jnp.arange(8.0)).astype(time_dtype)
+    angles = times[:, None] / 2.0 ** jnp.arange(4)
+    waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
+    hidden = jnp.tanh(waves.astype(jnp.bfloat16) @ params["w"])
+    return jnp.mean((hidden.astype(jnp.float32) - TARGETS[:8]) ** 2)
+
+  params = {"w": _draw(0, 8, 4).astype(jnp.bfloat16)}
+  check = check_step(jax.grad(loss), params)
+  assert 8 * 2**-7 < check.comparison.error < 32 * 2**-7
+  (problem,) = check.problems
+  assert "loses precision in bfloat16" in problem.cause
+  assert "Compute in float32 in test_bare_steps.py" in problem.fix
+  cured = check_step(lambda p: jax.grad(loss)(p, jnp.float32), params)
+  assert cured.is_sound and cured.comparison.error < 0.02
+
+
 @pytest.mark.parametrize("has_optimizer", [False, True])
 def test_gradients_that_underflow_without_a_loss_scale_need_one(has_optimizer):
   loss = lambda params: 1e-7 * mlp_loss(params, jnp.float16)

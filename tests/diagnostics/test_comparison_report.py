@@ -63,7 +63,7 @@ CONCLUSIONS = {
   ),
   "an outlier with a small error": (
     {"layers": [make_layer("a")], "outliers": ("a",)},
-    ["Most of the error is due to a."],
+    ["a loses precision in float16", "Fix: ols.autocast(loss_fn, keep_float3"],
   ),
   "a large error of no layer": (
     {**BAD, "array_errors": {"w": 0.7}, "inaccurate_arrays": ("w",)}

@@ -257,8 +257,9 @@ def _explain_errors(
   layers = None
   if reference.layers and not measures_all:  # The outputs are not finite.
     layers = _reference_runs.explain_overflow(reference)
-  elif measures_all or not (
-    report.is_accurate or report.suggested_log2_scale_change
+  elif measures_all or (
+    _limits.exceeds_limits(reference.compute_effects(), eps).any()
+    and not report.suggested_log2_scale_change
   ):
     layers = _reference_runs.measure_all_layers(
       reference.half_runs.traced, reference.noise_mask, progress

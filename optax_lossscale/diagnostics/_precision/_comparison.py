@@ -133,8 +133,6 @@ class PrecisionComparison(_reports.PrintedReport):
     lines += _reports.format_rest(problems, _MAX_PROBLEMS, f"more: {names}")
     if lines:
       return lines
-    if self.outliers:
-      return [f"Most of the error is due to {', '.join(self.outliers)}."]
     is_small = self.is_accurate and not self.ill_conditioned_arrays
     suffix = ", which is small" * is_small
     return [f"No single layer dominates the error{suffix}."]
@@ -213,8 +211,7 @@ def find_problems(
       f" backward pass: relative error {error:.2g}"
     )
     return [_suggest_rescale(cause, log2_change, loss_scale)]
-  if report.is_accurate:
-    return []
+  # One layer that stands out is a problem at a smaller error than many.
   if report.outliers:
     return [
       _suggest_float32(
@@ -224,6 +221,8 @@ def find_problems(
       )
       for row in map(report.get_row, report.outliers)
     ]
+  if report.is_accurate:
+    return []
   return [_explain_large_error(report)] if math.isfinite(report.error) else []
 
 
