@@ -63,7 +63,7 @@ def inaccurate_norm(x, gain):
   return (gain * y).astype(x.dtype)
 
 
-def small_layers(count, width=16):
+def small_layers(count, loss_scale=2.0**10, width=16):
   """Layers of one shape, each with a matrix and a bias."""
 
   def loss_fn(params, x):
@@ -75,16 +75,19 @@ def small_layers(count, width=16):
   matrix = lambda key: jax.random.normal(key, (width, width)) / width**0.5
   params = [(matrix(key), jnp.zeros(width)) for key in keys]
   x = jax.random.normal(jax.random.key(1), (8, width))
-  return make_step(ols.autocast(loss_fn), params, x, 2.0**10)
+  return make_step(ols.autocast(loss_fn), params, x, loss_scale)
 
 
 def make_step(loss_fn, params, batch, loss_scale):
-  """A training step, and its arguments."""
-  tx = ols.with_loss_scaling(optax.adam(1e-3), ols.DynamicLossScale(loss_scale))
+  """A training step, and its arguments; without a loss scale, a bare one."""
+  tx, differentiate = optax.adam(1e-3), lambda fun, _: jax.value_and_grad(fun)
+  if loss_scale is not None:
+    tx = ols.with_loss_scaling(tx, ols.DynamicLossScale(loss_scale))
+    differentiate = ols.value_and_grad
 
   @jax.jit
   def train_step(params, opt_state, batch):
-    loss, grads = ols.value_and_grad(loss_fn, opt_state)(params, batch)
+    loss, grads = differentiate(loss_fn, opt_state)(params, batch)
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, loss
 
@@ -98,17 +101,15 @@ STEPS = {
   "the same, overflow in the backward pass": partial(gpt, loss_scale=2.0**30),
   "GPT of 12 layers by hand, sound": by_hand,
   "the same, an error in one norm": partial(by_hand, inaccurate_layer=5),
+  "a bare GPT of 12 layers in bfloat16": partial(gpt, None, None, jnp.bfloat16),
   "200 layers, 400 arrays": partial(small_layers, 200),
+  "the same arrays, overflow": partial(small_layers, 200, 2.0**40),
   "1,000 layers, 2,000 arrays": partial(small_layers, 1000),
 }
 COLUMNS = [
-  "step",
-  "to compile it",
-  "`find_overflow`",
-  "`check_step`",
-  "programs",
+  "step", "to compile it", "`find_overflow`", "`check_step`", "programs",
   "problems",
-]
+]  # fmt: skip
 
 
 def main():

@@ -64,7 +64,14 @@ def check_sums(
     runs: the runs of the step.
     carried: its results that replace arguments.
   """
-  names = [x.name for x in _list_sums(runs, carried) if x.is_in_half]
+  rounded = [
+    x
+    for x in carried
+    if runs.traced.outputs[x.output_index].new_updates
+    and runs.outs[x.output_index].dtype == jnp.float32
+    and _is_half_valued(runs.outs[x.output_index])
+  ]
+  names = [x.name for x in _list_sums(runs, rounded) if x.is_in_half]
   return [_reports.fill_in_names(_SUM_IN_HALF, name=x) for x in names[:1]]
 
 
@@ -90,11 +97,12 @@ def check_unused(
   used = in_loss.union(
     *(list_arguments(x) for x in carried if x.input_index in in_loss)
   )
+  # An average of parameters begins with their values.
+  suspects = [x for x in carried if used.isdisjoint(list_arguments(x))]
   unused = {
     x.carried.input_index: x.name
-    for x in _list_sums(runs, carried)
-    # An average of parameters begins with their values.
-    if x.is_sum and used.isdisjoint(list_arguments(x.carried))
+    for x in _list_sums(runs, suspects)
+    if x.is_sum
   }
   # The factor alone would not change zeros.
   inputs = [
@@ -173,13 +181,20 @@ def _compare_with_sum(
   spacing = float(jnp.finfo(result.dtype).eps) * jnp.abs(p)
   limit = _MAX_DISTANCE * _norm(u, unit)
   is_changing = (unit > 0) & (_norm(spacing, unit) < limit)
-  is_half = lambda x: (
-    jnp.all(x == x.astype(jnp.float16)) | jnp.all(x == x.astype(jnp.bfloat16))
-  )
   is_float32 = result.dtype == jnp.float32 and param.dtype == jnp.float32
-  is_rounded = is_float32 & is_half(r) & ~is_half(p + u) & jnp.any(r != p)
+  is_rounded = (
+    is_float32 & _is_half_valued(r) & ~_is_half_valued(p + u) & jnp.any(r != p)
+  )
   is_near = distance <= _BFLOAT16_EPS * _norm(p, unit)
   return is_changing & (distance <= limit), is_changing & is_near & is_rounded
+
+
+@jax.jit
+def _is_half_valued(x: Any) -> jax.Array:
+  """Return whether a dtype of half precision holds all entries; bool[]."""
+  return jnp.all(x == x.astype(jnp.float16)) | jnp.all(
+    x == x.astype(jnp.bfloat16)
+  )
 
 
 def _norm(x: Any, unit: Any) -> Any:

@@ -277,7 +277,8 @@ def trace(
     TypeError: if ``fun`` is not callable; if an argument is traced; or, unless
       ``allow_abstract``, if an argument is a shape, or under ``jit``.
   """
-  _check_callable(caller, fun)
+  hint = f" Write {caller}(fun, *args), not {caller}(fun(*args))."
+  _checks.check_callable("fun", fun, hint=hint)
   fun, args, kwargs = _unwrap_partials(fun, args, kwargs)
   call = _flat_call.FlatCall(fun, args, kwargs, check_results)
   inputs, input_names = call.inputs, call.input_names
@@ -417,11 +418,6 @@ def _check_no_dropped_scans(
       f" on, so {caller} would analyze a program without the scans. Turn the"
       ' flag off: jax.config.update("jax_scan3", False), or unset JAX_SCAN3.'
     )
-
-
-def _check_callable(caller: str, fun: Any) -> None:
-  hint = f" Write {caller}(fun, *args), not {caller}(fun(*args))."
-  _checks.check_callable("fun", fun, hint=hint)
 
 
 def _check_inputs(

@@ -414,3 +414,22 @@ def test_a_gradient_that_differs_between_equal_runs_is_not_judged(
 ):
   problems = check_scale_invariance(lambda ratio: ratio * (1 + noise))
   assert bool(problems) is is_judged
+
+
+@pytest.mark.parametrize(
+  "error, fraction, log2_scale",
+  [
+    (np.nextafter(8 * EPS, 1), 0.26, 10),
+    (8 * EPS, 0.26, 0),
+    (np.nextafter(8 * EPS, 1), 0.25, 0),
+  ],
+)
+def test_a_loss_scale_is_suggested_if_an_error_is_due_to_small_numbers(
+  error, fraction, log2_scale
+):
+  layers = [(error, fraction, 20.5), (0.0, 0.0, 12.5)]
+  assert _limits.compute_log2_shortfall(layers, EPS) == log2_scale
+
+
+def test_a_loss_scale_is_not_suggested_without_headroom():
+  assert _limits.compute_log2_shortfall([(1.0, 1.0, 0.5)], EPS) == 0
