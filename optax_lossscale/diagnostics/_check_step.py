@@ -1,4 +1,4 @@
-"""``check_step``: all checks of a float16 training step in one report.
+"""``check_step``: all checks of a training step in one report.
 
 The step is traced once. ``count_flops``, ``find_overflow`` and
 ``compare_precision`` then run on the same jaxpr, and their results become a
@@ -44,7 +44,7 @@ class StepCheck(_reports.PrintedReport):
     flops: the :class:`FlopCount` of the step.
     overflow: the :class:`Overflow`; None if all gradients are finite.
     comparison: the :class:`PrecisionComparison`; None if the step rounds
-      nothing to half precision.
+      nothing to half precision that leads to a gradient or a result.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -97,7 +97,7 @@ class StepCheck(_reports.PrintedReport):
 def check_step(
   fun: Callable[..., Any], *args: Any, progress: bool = True, **kwargs: Any
 ) -> StepCheck:
-  """Checks whether a float16 training step is sound, and suggests fixes.
+  """Checks whether a training step is sound, and suggests fixes.
 
   Combines :func:`count_flops`, :func:`find_overflow` and
   :func:`compare_precision`, of which it measures layers only if an error is
@@ -105,11 +105,20 @@ def check_step(
   that follows it. If several processes train together, call it in each of them:
   all get the same report.
 
+  The step may use :func:`~optax_lossscale.with_loss_scaling`, a bare optimizer
+  of Optax, a framework, or no library. If the wrapper receives no gradients,
+  how the loss is scaled is not checked, nor whether the updates are returned.
+
+  Each array in half precision that the step replaces, such as a parameter, a
+  moment, an average or a counter, must make at least 25% of its change in
+  float32. The step may store the rest elsewhere, as master weights or as the
+  compensation of a Kahan sum. Arrays that are rounded at random are not judged.
+
   Args:
-    fun: the training step: a function that ``jax.jit`` could take and that
-      calls the ``update`` of :func:`~optax_lossscale.with_loss_scaling`. It may
-      return anything. Its arguments are not modified. Its prints and logs
-      appear once; each run calls the callbacks that return something.
+    fun: the training step: a function that ``jax.jit`` could take. It may
+      return anything, and a function that trains nothing is checked as far as
+      possible. Its arguments are not modified. Its prints and logs appear once;
+      each run calls the callbacks that return something.
     *args: its arguments, with a batch as in training.
     progress: whether to show on the standard error stream how far it is, after
       a second. (If ``fun`` has an argument of this name, bind it with

@@ -118,16 +118,17 @@ def test_each_report_prints_as_the_page_shows_it_with_columns_it_explains():
   names = markdown.run_page(REFERENCE / "reports.md")
   (nonfinite,) = names["nonfinite"]
   printed = {
-    "check_step": names["check"],
-    "find_overflow": names["hit"],
-    "compare_precision": names["comparison"],
-    "count_flops": names["precision"],
-    "nonfinite_leaves": nonfinite,
+    "## check_step": names["check"],
+    "### Without a loss scale": names["bfloat16_check"],
+    "## find_overflow": names["hit"],
+    "## compare_precision": names["comparison"],
+    "## count_flops": names["precision"],
+    "## nonfinite_leaves": nonfinite,
   }
-  for name, report in printed.items():
-    text = section("reports", f"## {name}")
+  for heading, report in printed.items():
+    text = section("reports", heading)
     (shown,) = re.findall(r"^```text\n(.*?)^```", text, re.M | re.DOTALL)
-    assert without_numbers(shown) == without_numbers(str(report)), name
+    assert without_numbers(shown) == without_numbers(str(report)), heading
     for line in shown.splitlines():
       if line.startswith(" " * 5) or line.startswith("operand dtype"):
         explained = ", ".join(re.findall(r"^\| ([^|]*) \|", text, re.M))

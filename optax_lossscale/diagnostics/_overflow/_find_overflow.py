@@ -60,11 +60,10 @@ def find_overflow(
 ) -> _report.Overflow | None:
   """Finds the operation that first produced an inf or a NaN.
 
-  The checked values are the outputs of ``fun``; the gradients that the
-  ``update`` of :func:`~optax_lossscale.with_loss_scaling` receives, even if
-  ``fun`` does not return them; the gradients that
-  :func:`~optax_lossscale.value_and_grad` returns, since the step may hide an
-  overflow from ``update``; and the arrays that ``fun`` changes in its
+  The checked values are the outputs of ``fun``; the gradients of a training
+  step, even if it does not return them: those that its optimizer receives, and
+  those that :func:`~optax_lossscale.value_and_grad` returns, since the step may
+  hide an overflow from ``update``; and the arrays that ``fun`` changes in its
   arguments, as Flax NNX does. Origins that reach an ``update`` come first. An
   argument of a training step that is not finite is reported only if it reaches
   an ``update``; the mean of a metric that an earlier step made NaN is not. The

@@ -59,12 +59,13 @@ def compare_precision(
   out. They are detected by one more run in float32, in which operands change by
   a relative 2**-20.
 
-  For a training step, the gradients that the ``update`` of
-  :func:`~optax_lossscale.with_loss_scaling` receives are compared, and results
-  that don't depend on the updates, such as running averages. (Updated
+  For a training step, the gradients that the optimizer receives are compared,
+  and results that don't depend on them, such as running averages. (Updated
   parameters are useless for this: with Adam they move by about the learning
-  rate, whatever the gradients are.) For a function without such an ``update``,
-  its results are compared.
+  rate, whatever the gradients are.) They are the gradients that the ``update``
+  of :func:`~optax_lossscale.with_loss_scaling` receives, or, in a step without
+  it, those that leave the backward pass. For any other function, such as a
+  gradient, its results are compared.
 
   Args:
     fun: a function that ``jax.jit`` could take, and that computes in half
@@ -85,8 +86,8 @@ def compare_precision(
       under the flag ``jax_scan3``.
     TypeError: if ``fun`` is not callable, or an argument is a shape or is
       traced.
-    ValueError: if ``fun`` rounds nothing to half precision; or if there is no
-      ``update`` inside, and the results hold no floats.
+    ValueError: if ``fun`` rounds nothing to half precision; or if it is no
+      training step, and its results hold no floats.
 
   Examples:
     >>> import jax
@@ -406,8 +407,8 @@ def _no_floats_message(fun: Callable[..., Any]) -> str:
   name = getattr(fun, "__name__", fun)
   return (
     f"compare_precision has nothing to compare: {name} returns no floats and"
-    " passes no gradients to the update of with_loss_scaling. Return the"
-    " gradients, or the output of the last layer."
+    " is no training step. Return the gradients, or the output of the last"
+    " layer."
   )
 
 
