@@ -193,13 +193,16 @@ def is_scan_dropped_by_jit() -> bool:
   return float(carry) != 1.0
 
 
-def get_bodies(hop: HigherOrderOp) -> list[_eqns.ClosedJaxpr]:
-  """Return the jaxprs that a higher-order equation runs, or may run."""
+def get_bodies(hop: HigherOrderOp | None) -> list[_eqns.ClosedJaxpr]:
+  """Return the jaxprs that a higher-order equation runs, or may run.
+
+  None is an equation that runs none.
+  """
   return [body for body, _ in pair_bodies_with_inputs(hop, ())]
 
 
 def pair_bodies_with_inputs(
-  hop: HigherOrderOp, inputs: Sequence[T]
+  hop: HigherOrderOp | None, inputs: Sequence[T]
 ) -> list[tuple[_eqns.ClosedJaxpr, Sequence[T]]]:
   """Pair each jaxpr with the inputs of the equation that it receives.
 
@@ -214,6 +217,8 @@ def pair_bodies_with_inputs(
     iterations receive another one: see :func:`mask_carry`.
   """
   match hop:
+    case None:
+      return []
     case While(condition, body):
       cond_consts, body_consts, carry = hop.split(inputs)
       return [

@@ -120,13 +120,10 @@ class EqnLocation(NamedTuple):
       enclosing ones: scopes, and the transformations between them.
     lines: the known source lines of the user's calls that led to the equation,
       the innermost first, up to the function that ``autocast`` wraps.
-    eqn_path: the names of the enclosing equations, as ``jit(f)``; only
-      ``find_overflow`` records them.
   """
 
   name_stack: tuple[Any, ...] = ()
   lines: tuple[_source_info.SourceLine, ...] = ()
-  eqn_path: tuple[str, ...] = ()
 
   @property
   def names(self) -> EqnNames:
@@ -194,10 +191,6 @@ class EqnLocation(NamedTuple):
     # A complete traceback includes the lines of the enclosing equations.
     outer_lines = () if eqn_lines and is_complete else self.lines
     return self.push_scope(eqn)._replace(lines=eqn_lines + outer_lines)
-
-  def push_eqn_path(self, name: str) -> "EqnLocation":
-    """Return the location within an equation, which has this name."""
-    return self._replace(eqn_path=(*self.eqn_path, name))
 
   def _list_derivatives(self) -> list[str]:
     """Return the derivatives around the equation, the outermost first."""

@@ -103,13 +103,12 @@ class StateThreader(abc.ABC):
     """
 
   @abc.abstractmethod
-  def merge_devices(self, state: State, device_states: State) -> State:
+  def merge_devices(self, device_states: State) -> State:
     """Return the state after a ``shard_map``.
 
     Args:
-      state: the state before, with which each device began.
       device_states: the states of the devices after it, stacked along a new
-        first axis.
+        first axis. Each device began with the state before it.
     """
 
   def lift_const(self, value: Any) -> Any:
@@ -311,7 +310,7 @@ class StateThreader(abc.ABC):
     outs, device_states = mapped_fun(
       self.shared, frame.iterations, dict(state), *inputs
     )
-    return outs, self.merge_devices(state, device_states)
+    return outs, self.merge_devices(device_states)
 
 
 def _separate_recomputation(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:

@@ -250,12 +250,11 @@ def _split_call_paths(
   suffixes = WeightPaths(
     tuple(map(strip_prefix, inputs)), tuple(map(strip_prefix, outputs))
   )
-  bodies_with_inputs = (
-    _higher_order.pair_bodies_with_inputs(hop, suffixes.inputs) if hop else []
-  )
   body_suffixes = {
     body.jaxpr: WeightPaths(tuple(body_inputs), suffixes.outputs)
-    for body, body_inputs in bodies_with_inputs
+    for body, body_inputs in _higher_order.pair_bodies_with_inputs(
+      hop, suffixes.inputs
+    )
   }
   return CallPaths(prefix, suffixes, body_suffixes)
 

@@ -33,7 +33,12 @@ def to_host(tree: Any) -> Any:
     tree: a pytree of arrays. Each should be small, since each process holds all
       of it.
   """
-  return jax.device_get(jax.tree.map(_gather, tree))
+  gather = lambda x: (
+    x
+    if _arrays.is_addressable(x)
+    else multihost_utils.process_allgather(x, tiled=True)
+  )
+  return jax.device_get(jax.tree.map(gather, tree))
 
 
 def is_finite(x: Any) -> bool:
@@ -92,12 +97,6 @@ def has_different_copies(x: jax.Array) -> bool:
 def compute_amax(arrays: Iterable[Any]) -> float:
   """Return the largest magnitude of all entries; 0.0 without any."""
   return max(map(float, map(_amax, arrays)), default=0.0)
-
-
-def _gather(x: Any) -> Any:
-  if _arrays.is_addressable(x):
-    return x
-  return multihost_utils.process_allgather(x, tiled=True)
 
 
 def _test_floats(predicate: Callable[[Any], Any], x: Any) -> Any:

@@ -247,11 +247,8 @@ class _Instrumenter(_report_program.ReportEvaluator):
     return outs
 
   def merge_devices(
-    self,
-    state: _state_threading.State,
-    device_states: _state_threading.State,
+    self, device_states: _state_threading.State
   ) -> _state_threading.State:
-    del state  # The state of each device includes it.
     return {
       key: _select_first(x)
       if key in self._program.checked

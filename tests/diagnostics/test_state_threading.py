@@ -26,8 +26,8 @@ class SineCounter(_state_threading.StateThreader):
     path = visit.path
     return [key for key in self.keys if key[: len(path)] == path] or None
 
-  def merge_devices(self, state, device_states):
-    return {k: x + jnp.sum(device_states[k] - x) for k, x in state.items()}
+  def merge_devices(self, device_states):
+    return {k: jnp.max(x, 0) for k, x in device_states.items()}
 
   def eval_eqn(self, visit, inputs, state):
     outs = super().eval_eqn(visit, inputs, state)
@@ -149,7 +149,8 @@ def test_the_states_of_devices_are_merged(check_vma, axis_type):
     (X,), sharding.to_named_shardings(mesh, (specs,))
   )
   skip_if_jax_cannot(jax.jit(fun), x)
-  assert count_sines(fun, x) == [12]
+  # The device with the most iterations runs three in each of two steps.
+  assert count_sines(fun, x) == [6]
 
 
 def test_iterations_are_counted_from_the_start_of_the_loop():

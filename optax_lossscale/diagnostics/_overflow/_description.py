@@ -32,19 +32,25 @@ def describe_origin(
   key = origin.key
   if _regions.is_argument(key):
     array = traced.inputs[key[1]]
-    location = _provenance.EqnLocation(eqn_path=(traced.input_names[key[1]],))
-    return _make_report("argument", location, array.dtype, _get_kind(array))
-  frame = _locate_jaxpr(traced.closed_jaxpr, key, origin.iterations)
+    return _make_report(
+      "argument",
+      _provenance.EqnLocation(),
+      traced.input_names[key[1]],
+      array.dtype,
+      _get_kind(array),
+    )
+  frame, path = _locate_jaxpr(traced.closed_jaxpr, key, origin.iterations)
   if _regions.is_constant(key):
     value, location = _get_constant(frame, key)
     return _make_report(
       "constant",
-      location.push_eqn_path("constant"),
+      location,
+      f"{path}constant",
       jnp.result_type(value),
       _get_kind(value),
     )
   return _describe_eqn(
-    traced, _get_eqn(frame.closed_jaxpr.jaxpr, key), frame, origin
+    traced, _get_eqn(frame.closed_jaxpr.jaxpr, key), frame, path, origin
   )
 
 
@@ -52,6 +58,7 @@ def _describe_eqn(
   traced: _tracing.TracedFunction,
   eqn: core.JaxprEqn,
   frame: _state_threading.Frame,
+  path: str,
   origin: _origins.Origin,
 ) -> _report.Overflow:
   stats = origin.stats or _eqn_stats.make_empty_stats(eqn)
@@ -74,7 +81,8 @@ def _describe_eqn(
   location = frame.location.locate(eqn, frame.closed_jaxpr.jaxpr)
   return _make_report(
     primitive,
-    location.push_eqn_path(primitive),
+    location,
+    f"{path}{primitive}",
     out_aval.dtype,
     "nan" if is_nan else "inf",
     [_eqn_stats.make_operand(*operand) for operand in operands],
@@ -89,6 +97,7 @@ def _describe_eqn(
 def _make_report(
   primitive: str,
   location: _provenance.EqnLocation,
+  eqn_path: str,
   dtype: Any,
   kind: str,
   inputs: Sequence[_eqn_stats.Operand] = (),
@@ -98,7 +107,8 @@ def _make_report(
 
   Args:
     primitive: its name.
-    location: its location, with its own name at the end of the path.
+    location: its location.
+    eqn_path: the names of the enclosing equations, and its own.
     dtype: the dtype of its result.
     kind: ``"inf"`` or ``"nan"``.
     inputs: its operands.
@@ -115,7 +125,7 @@ def _make_report(
     param_path=location.names.param_path,
     name=location.label,
     source_line=location.source_line,
-    eqn_path="/".join(location.eqn_path),
+    eqn_path=eqn_path,
     backward=location.is_backward,
     inputs=tuple(inputs),
     in_autocast=location.autocast_dtype is not None,
@@ -143,9 +153,12 @@ def _locate_jaxpr(
   closed_jaxpr: _eqns.ClosedJaxpr,
   key: _regions.Key,
   iterations: Iterable[int],
-) -> _state_threading.Frame:
-  """Return the jaxpr that contains a key, with its location."""
-  location = _provenance.EqnLocation()
+) -> tuple[_state_threading.Frame, str]:
+  """Return the jaxpr that contains a key, and the path of enclosing equations.
+
+  Each part of the path ends with a slash.
+  """
+  location, path = _provenance.EqnLocation(), ""
   remaining = iter(iterations)
   for i in range(0, len(key) - 2, 2):
     eqn_index, body_index = key[i : i + 2]
@@ -164,9 +177,9 @@ def _locate_jaxpr(
         label = f"while[{next(remaining)}]"
       case _higher_order.Cond():
         label = f"cond(branch {body_index})"
-    location = location.locate(eqn, jaxpr).push_eqn_path(label)
+    location, path = location.locate(eqn, jaxpr), f"{path}{label}/"
     closed_jaxpr = _higher_order.get_bodies(hop)[body_index]
-  return _state_threading.Frame(closed_jaxpr, location=location)
+  return _state_threading.Frame(closed_jaxpr, location=location), path
 
 
 def _get_eqn(jaxpr: core.Jaxpr, key: _regions.Key) -> core.JaxprEqn:

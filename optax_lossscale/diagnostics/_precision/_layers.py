@@ -152,17 +152,19 @@ def walk_rounding_eqns(
   The casts of `autocast` are left out, since its matmuls round their operands.
   """
   for visit in _walk.walk(closed_jaxpr, _get_bodies, only_live=True):
-    is_rounding = _float32_eqns.is_rounding(visit.eqn)
-    if not is_rounding or _get_bodies(visit.eqn):
-      continue
-    is_matmul = _primitives.is_matmul(visit.eqn)
-    if is_matmul or visit.stack_location.autocast_dtype is None:
+    if (
+      _float32_eqns.is_rounding(visit.eqn)
+      and visit.hop is None
+      and (
+        _primitives.is_matmul(visit.eqn)
+        or visit.stack_location.autocast_dtype is None
+      )
+    ):
       yield visit
 
 
 def _get_bodies(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
-  hop = _higher_order.parse_higher_order(eqn)
-  return [] if hop is None else _higher_order.get_bodies(hop)
+  return _higher_order.get_bodies(_higher_order.parse_higher_order(eqn))
 
 
 class LayerStats(NamedTuple):

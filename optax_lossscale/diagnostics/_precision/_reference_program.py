@@ -162,9 +162,8 @@ class _ReferenceEvaluator(_report_program.ReportEvaluator):
     return super().select_keys(visit)
 
   def merge_devices(
-    self, state: _state_threading.State, device_states: _state_threading.State
+    self, device_states: _state_threading.State
   ) -> _state_threading.State:
-    del state  # The state of each device includes it.
     return jax.tree.map(lambda x: jnp.max(x, 0), device_states)
 
   def lift_const(self, value: Any) -> Any:
