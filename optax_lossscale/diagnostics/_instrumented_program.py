@@ -37,7 +37,7 @@ class RunRecord(NamedTuple):
   """The record of a run of an instrumented program.
 
   Attributes:
-    outs: the outputs of the program that it returns.
+    outs: the outputs of the program.
     first_nonfinite: for each checked value that was nonfinite, the iteration of
       each loop around it in which it first was.
     stats: the statistics of each measured equation.
@@ -58,8 +58,6 @@ class InstrumentedProgram:
       in whose region it is. In a loop, it is measured in the iteration in which
       this value first was nonfinite, or in the last one. If any are measured,
       no run may change the values of tags.
-    output_indices: the indices of the outputs to return; by default all of
-      them.
 
   The arguments are attributes, too.
   """
@@ -70,7 +68,6 @@ class InstrumentedProgram:
     *,
     checked: Collection[_regions.Key] | None = None,
     measured: Mapping[_regions.Key, _regions.Key] | None = None,
-    output_indices: Sequence[int] | None = None,
   ) -> None:
     self.traced = traced
     self.checked = set(
@@ -79,15 +76,11 @@ class InstrumentedProgram:
       else checked
     )
     self.measured = dict(sorted((measured or {}).items()))
-    self.output_indices = (
-      range(len(traced.outputs)) if output_indices is None else output_indices
-    )
     self.replaceable = {
       key: group
       for key, group in traced.tags.items()
       if group.kind in _NO_CHANGE and not self.measured
     }
-    self._groups = list(dict.fromkeys(self.replaceable.values()))
     options = _report_program.make_compiler_options(traced.inputs)
     self._run = jax.jit(self._eval_program, compiler_options=options)
 
@@ -115,7 +108,7 @@ class InstrumentedProgram:
       np.array([key in healed for key in self.measured], bool),
       {
         group: np.float32((replaced or {}).get(group, _NO_CHANGE[group.kind]))
-        for group in self._groups
+        for group in self.replaceable.values()
       },
       np.bool_(has_prints),
     )
@@ -142,16 +135,15 @@ class InstrumentedProgram:
     # are not.
     indices = sorted({key[0] for key in [*self.checked, *self.measured]})
     live_vars = [var for i in indices for var in jaxpr.eqns[i].outvars]
-    outvars = [jaxpr.outvars[i] for i in self.output_indices]
     program: Any = _eqns.replace_jaxpr_fields(
-      self.traced.closed_jaxpr, outvars=[*outvars, *live_vars]
+      self.traced.closed_jaxpr, outvars=[*jaxpr.outvars, *live_vars]
     )
     outs = _Instrumenter(shared, self).eval_jaxpr(
       _state_threading.Frame(program), inputs, state
     )
     flags = {key: state[key] for key in self.checked}
     stats = {key: state[key] for key in self.measured}
-    return outs[: len(outvars)], flags, stats
+    return outs[: len(jaxpr.outvars)], flags, stats
 
 
 class _Inputs(NamedTuple):

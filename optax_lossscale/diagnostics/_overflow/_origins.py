@@ -179,6 +179,7 @@ class _OriginSearch:
     bad_outputs: list[int],
   ) -> None:
     self._values = values
+    self._bad_outputs = bad_outputs
     self._candidates = values.find_candidates()
     self._regions = traced.get_regions()
     self._stats: dict[Key, _eqn_stats.EqnStats] = {}
@@ -188,10 +189,9 @@ class _OriginSearch:
     # itself.
     measured = self._select_eqns([*self._candidates, *values.iterations])
     self.program = _instrumented_program.InstrumentedProgram(
-      traced,
+      traced.restrict_outputs(bad_outputs),
       checked=set(filter(_regions.is_checked_value, measured.values())),
       measured=measured,
-      output_indices=bad_outputs,
     )
 
   def _select_eqns(self, values: Iterable[Key]) -> dict[Key, Key]:
@@ -242,7 +242,7 @@ class _OriginSearch:
         key,
         iterations[key],
         self._stats.get(key),
-        outputs.get(key) or frozenset(self.program.output_indices),
+        outputs.get(key) or frozenset(self._bad_outputs),
       )
       for key in sorted(iterations, key=get_time)
     ]
@@ -293,7 +293,7 @@ class _OriginSearch:
       inputs[i] = _eqn_stats.heal_array(inputs[i])
     record = self.program.run(inputs, healed)
     indices = _host_values.list_nonfinite(record.outs)
-    return record, frozenset(self.program.output_indices[i] for i in indices)
+    return record, frozenset(self._bad_outputs[i] for i in indices)
 
   def _find_constants(self) -> dict[Key, Iterations]:
     """Return the nonfinite constants and literals that the candidates read.
