@@ -216,13 +216,14 @@ def _judge_results(
   results: _Results,
 ) -> tuple[list[_reports.Problem], list[str]]:
   """Return the problems of a step, and the checks that passed."""
-  flops, _, report, wiring, changes = results
+  flops, search, report, wiring, changes = results
   numeric_problems = _find_numeric_problems(results)
   passed: list[str] = []
   if wiring.has_run and not wiring.problems and not numeric_problems:
     if wiring.knows_scales:
       passed.append("the loss is scaled once, by the state that update holds")
-    passed.append("the gradients are finite")
+    has_grads = bool(search.runs.traced.grad_outputs)
+    passed.append(f"the {'gradients' if has_grads else 'results'} are finite")
   passed += wiring.passed
   if flops.fraction and flops.total_flops:
     passed.append(
@@ -263,10 +264,10 @@ def _describe_errors(
     worst_name = max(errors, key=lambda name: errors[name])
     yield (
       f"relative error of the {report.target} in {report.dtype}"
-      f" {report.error:.2g}; largest in {worst_name or 'them'},"
-      f" {errors[worst_name]:.2g}"
-      + f" (without {len(excused)} ill-conditioned ones)"
-      * bool(excused)
+      f" {report.error:.2g}"
+      + f"; largest in {worst_name}, {errors[worst_name]:.2g}"
+      * bool(worst_name)
+      + f" (without {len(excused)} ill-conditioned ones)" * bool(excused)
     )
   noun = "gradient" if report.target == "gradients" else "result"
   yield f"{report.underflow_fraction:.1%} of the {noun} entries underflow"

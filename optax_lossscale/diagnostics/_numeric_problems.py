@@ -97,7 +97,7 @@ def find_zero_grad_problems(
   log2_decrease = _find_scale_with_grads(runs, indices) if indices else None
   for k in indices:
     subject = "All gradients"
-    if len(runs.updates) > 1:
+    if len({x.group for x in runs.traced.grad_outputs}) > 1:
       subject += f" of update [{k}]"
     if log2_decrease is not None:
       yield _reports.Problem(
@@ -140,13 +140,14 @@ def _find_scale_with_grads(
 def _list_zero_grads(
   traced: _tracing.TracedFunction, outs: Sequence[Any]
 ) -> Iterator[int]:
-  """Yield the updates that ran and receive only zeros."""
-  for i, update in traced.read_updates(outs).items():
+  """Yield the calls of `update`, or the backward passes, with only zeros."""
+  updates = traced.read_updates(outs)
+  for i in dict.fromkeys(x.group for x in traced.grad_outputs):
     grads = [
       out
       for output, out in zip(traced.outputs, outs, strict=True)
       if output.kind == "grads" and output.group == i
     ]
-    is_zero = not _host_values.is_any_nonzero(grads)
-    if update.has_run and grads and is_zero:
+    has_run = updates[i].has_run if i in updates else not traced.has_update
+    if has_run and not _host_values.is_any_nonzero(grads):
       yield i

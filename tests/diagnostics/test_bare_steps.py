@@ -336,6 +336,12 @@ def test_gradients_that_underflow_without_a_loss_scale_need_one(has_optimizer):
   assert scaled.comparison.error < check.comparison.error / 8
 
 
+def test_gradients_of_zero_are_a_problem():
+  loss = lambda params: 0.0 * half_loss(params)
+  check = check_step(functools.partial(_train, loss=loss), MLP, ADAM.init(MLP))
+  assert check.problems[0].cause == "All gradients are zero, in float32 too."
+
+
 def test_a_function_that_trains_nothing_is_checked_as_far_as_possible():
   check = check_step(lambda x: x.astype(jnp.float16) ** 2, jnp.ones(3))
   assert check.is_sound and check.comparison.target == "results"

@@ -93,12 +93,12 @@ CONCLUSIONS = {
     | {"array_errors": {"w": 0.5}, "inaccurate_arrays": ("w",)}
     | {"suggested_log2_scale_change": 4},
     ["w underflows in the backward pass: relative error 0.5.",
-     "Fix: Raise the loss scale by 2**4."],
+     "Fix: Scale the loss by 2**4, or raise the loss scale by so much: tx"],
   ),
   "an underflow of the result": (
     {**BAD, "suggested_log2_scale_change": 4, "target": "results"},
     ["The result underflows in the backward pass: relative error 0.5.",
-     "Fix: Raise the loss scale by 2**4."],
+     "Fix: Scale the loss by 2**4, or raise the loss scale by so much: tx"],
   ),
   # An outlier that overflows is not named twice.
   "an overflow": (

@@ -83,13 +83,12 @@ FLOAT32_FIRST = (
   "small numbers become zero in {dtype}, so compute it in float32, with the"
   " operations that lead to it: x.astype(jnp.float32). If this is not enough, "
 )
-# A hyperparameter in half precision, such as b2, may be rounded to 1.
+# A hyperparameter in half precision may be rounded.
 HYPERPARAMETER_FIX = (
-  "1 - b2 is zero if b2 is rounded to 1 in {dtype}: hyperparameters have the"
-  " dtype of the parameters. Keep them in float32:"
+  "hyperparameters have the dtype of the parameters: in {dtype}, b2 may be"
+  " rounded to 1, and eps to 0. Keep them in float32:"
   " optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(...), or"
-  " wrap the optimizer, which then receives float32 parameters:"
-  " ols.with_master_weights(tx)."
+  " give the optimizer float32 parameters: tx = ols.with_master_weights(tx)."
 )
 
 # The fix for each operation that has no value at small operands.

@@ -266,12 +266,12 @@ def _suggest_rescale(
 ) -> _reports.Problem:
   """Return a problem whose fix is another loss scale."""
   if loss_scale.value is None:
-    verb = "Raise" if log2_change > 0 else "Lower"
-    fix = f"{verb} the loss scale by 2**{abs(log2_change)}."
+    fix = f"Lower the loss scale by 2**{-log2_change}."
     if log2_change > 0:
-      fix += (
-        " Without one, scale the loss: tx = ols.with_loss_scaling(optimizer),"
-        " and ols.value_and_grad(loss_fn, opt_state)."
+      fix = (
+        f"Scale the loss by 2**{log2_change}, or raise the loss scale by so"
+        " much: tx = ols.with_loss_scaling(optimizer), and"
+        " ols.value_and_grad(loss_fn, opt_state)."
       )
     return _reports.Problem(f"{cause}.", fix)
   new_scale = loss_scale.value * 2.0**log2_change
