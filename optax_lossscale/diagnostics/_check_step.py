@@ -250,9 +250,9 @@ def _find_numeric_problems(results: _Results) -> list[_reports.Problem]:
   )
   if search.origin is not None:
     return problems
-  return problems or list(
-    _numeric_problems.find_zero_grad_problems(search.runs, report)
-  )
+  if problems or not wiring.has_run:
+    return problems
+  return list(_numeric_problems.find_zero_grad_problems(search.runs, report))
 
 
 def _describe_errors(
@@ -276,7 +276,7 @@ def _describe_errors(
 def _describe_unchecked(results: _Results) -> Iterator[str]:
   flops, search, report, wiring, _ = results
   if not wiring.has_run and search.origin is None:
-    yield "the gradients: update is in a branch that was not taken"
+    yield "the gradients: they are in a branch that was not taken"
   yield from wiring.limitations
   if report is None:
     offer = ": ols.autocast(loss_fn) casts its matmuls" * flops.can_autocast

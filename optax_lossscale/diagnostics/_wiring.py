@@ -77,7 +77,7 @@ class Wiring(NamedTuple):
     problems: the mistakes, the most important first.
     limitations: what could not be checked, in sentences.
     passed: what the step returns correctly, in sentences.
-    has_run: whether any ``update`` ran.
+    has_run: whether any ``update`` ran, or any gradient was computed.
     knows_scales: whether loss scales multiply all gradients.
   """
 
@@ -102,7 +102,11 @@ def check_wiring(
   """
   traced, runs = search.runs.traced, search.runs
   if not traced.has_update:
-    return Wiring([], [_NO_UPDATE], [], has_run=True, knows_scales=False)
+    # Gradients of a branch that is not taken are placeholders of zeros.
+    has_run = not traced.cond_branch_locations or _host_values.is_any_nonzero(
+      traced.select_kind(runs.outs, "grads")
+    )
+    return Wiring([], [_NO_UPDATE], [], has_run=has_run, knows_scales=False)
   has_overflow = search.origin is not None
   scaled_grads = _scaled_grads.find_scaled_grads(search.finite_runs)
   returned = _check_returned_values(search.finite_runs, runs.outs, carried)

@@ -342,6 +342,23 @@ def test_gradients_of_zero_are_a_problem():
   assert check.problems[0].cause == "All gradients are zero, in float32 too."
 
 
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_gradients_in_a_branch_are_checked_if_it_is_taken(is_taken):
+  @jax.jit
+  def step(params, opt_state):
+    train, skip = (
+      (lambda: _train(params, opt_state)),
+      (lambda: (params, opt_state)),
+    )
+    return jax.lax.cond(jnp.all(INPUTS < 1e9) == is_taken, train, skip)
+
+  check = check_step(step, MLP, ADAM.init(MLP))
+  assert check.is_sound, str(check)
+  not_taken = "the gradients: they are in a branch that was not taken"
+  assert (not_taken in check.not_checked) is not is_taken
+  assert ("the gradients are finite" in check.passed) is is_taken
+
+
 def test_a_function_that_trains_nothing_is_checked_as_far_as_possible():
   check = check_step(lambda x: x.astype(jnp.float16) ** 2, jnp.ones(3))
   assert check.is_sound and check.comparison.target == "results"

@@ -51,7 +51,7 @@ NOT_ALL_IN_HALF = "float32 layer", "mixture of experts", "gradient penalty"
 FACTS = (
   r"the precision of each layer: autocast casts no matmul on which the"
   r" gradients depend",
-  r"the gradients: update is in a branch that was not taken",
+  r"the gradients: they are in a branch that was not taken",
   r"while: only one iteration is counted",
 )
 # In these steps a condition keeps the update back, or it is zero.

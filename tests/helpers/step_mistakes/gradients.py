@@ -204,7 +204,7 @@ def _make_update_step():
 
 
 _WRITE = "ols.value_and_grad(loss_fn, opt_state)"
-_NOT_TAKEN = "update is in a branch that was not taken"
+_NOT_TAKEN = "they are in a branch that was not taken"
 
 # The steps with each mistake, by a part of its cause and of its fix.
 MISTAKES = {
