@@ -21,7 +21,13 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale import _arrays, _paths, _state, _tags
-from optax_lossscale._jaxprs import _eqns, _regions, _tagged_values, _walk
+from optax_lossscale._jaxprs import (
+  _entry_flow,
+  _eqns,
+  _regions,
+  _tagged_values,
+  _walk,
+)
 
 # The kinds of outputs that are results of the traced function.
 RETURNED_KINDS = ("result", "argument")
@@ -60,8 +66,7 @@ class Output(NamedTuple):
       kind: the results of the function, or what the calls of ``update`` or of
       ``value_and_grad`` tagged.
     tag_kind: the kind of its tag; empty without a tag.
-    depends_on_update: whether it may depend on gradients that an `update`
-      receives.
+    depends_on_gradients: whether it is a result that may depend on gradients.
     has_half_backward: whether it may depend on what a backward pass computes in
       float16 or float8.
     new_updates: the indices of the updates that may reach it.
@@ -72,7 +77,7 @@ class Output(NamedTuple):
   name: str
   group: int
   tag_kind: str = ""
-  depends_on_update: bool = False
+  depends_on_gradients: bool = False
   has_half_backward: bool = False
   new_updates: frozenset[int] = frozenset()
   new_scales: frozenset[int] = frozenset()
@@ -233,7 +238,7 @@ def distinguish_metrics(
   return [
     output._replace(kind="metric")
     if output.kind == "result"
-    and not output.depends_on_update
+    and not output.depends_on_gradients
     and not output.new_scales
     and (
       _get_type(var)[0] == ()
@@ -279,6 +284,7 @@ def describe_dependence(
   outputs: Sequence[Output],
   regions: _regions.Regions,
   tags: "Mapping[_regions.Key, TagGroup]",
+  flow: _entry_flow.EntryFlow,
 ) -> list[Output]:
   """Return outputs with what they may depend on, and with ``"unused"`` ones.
 
@@ -287,6 +293,7 @@ def describe_dependence(
     outputs: its outputs.
     regions: its regions.
     tags: its tags.
+    flow: the sources of its results, which are the first outputs.
   """
 
   def find_outputs(keys: Sequence[_regions.Key]) -> set[int]:
@@ -303,7 +310,12 @@ def describe_dependence(
   by_update, by_scale = map(find_by_group, ("new_updates", "new_scale"))
   # A program has tags of one of these kinds only.
   by_unscaled = find_by_group("unscaled") | find_by_group("backward")
-  after_update = find_outputs([k for k, x in tags.items() if x.kind == "grads"])
+  # The flow follows integers, too, which may hold the bits of parameters.
+  after_gradient = {
+    i
+    for i, labels in enumerate(flow.labels)
+    if _entry_flow.AFTER_GRADIENT in labels
+  }
   after_half_backward = find_outputs(
     [
       visit.path
@@ -324,7 +336,7 @@ def describe_dependence(
   return [
     output._replace(
       kind="unused" if is_unused(output) else output.kind,
-      depends_on_update=i in after_update,
+      depends_on_gradients=i in after_gradient,
       has_half_backward=i in after_half_backward,
       new_updates=collect(i, by_update),
       new_scales=collect(i, by_scale),

@@ -119,7 +119,7 @@ def _has_old_inner_state(traced: _tracing.TracedFunction) -> bool:
   return (
     bool(arrays)
     and all(map(regions.is_argument_output, arrays))
-    and not any(output.depends_on_update for output, _ in rows)
+    and not any(output.depends_on_gradients for output, _ in rows)
   )
 
 

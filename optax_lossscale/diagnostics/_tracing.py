@@ -299,7 +299,9 @@ def trace(
   if not allow_abstract:
     regions = _regions.find_regions(closed_jaxpr, _host_values.is_finite)
     tags = _outputs.list_tags(regions)
-    outputs = _outputs.describe_dependence(closed_jaxpr, outputs, regions, tags)
+    outputs = _outputs.describe_dependence(
+      closed_jaxpr, outputs, regions, tags, step.flow
+    )
   if check_results:
     jaxpr = closed_jaxpr.jaxpr
     outputs = _outputs.distinguish_metrics(

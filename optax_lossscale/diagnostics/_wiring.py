@@ -281,7 +281,7 @@ def _check_copies(
     output
     for output, x in zip(traced.outputs, outs, strict=True)
     if output.kind in _outputs.RETURNED_KINDS
-    and (output.depends_on_update or output.in_scale_state)
+    and (output.depends_on_gradients or output.in_scale_state)
     and _host_values.has_different_copies(x)
   ]
   # Parameters that are shards are no copies. Their scale should be one.

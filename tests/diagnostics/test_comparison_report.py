@@ -286,7 +286,7 @@ def test_layers_are_not_to_blame_for_noise_or_for_an_array_of_zeros():
 def test_state_next_to_gradients_is_judged_by_itself():
   kinds = "grads", "result", "result"
   outputs = [
-    _outputs.Output(kind, name, 0, depends_on_update=name == "p")
+    _outputs.Output(kind, name, 0, depends_on_gradients=name == "p")
     for kind, name in zip(kinds, ("w", "mean", "p"), strict=True)
   ]
   reference = [floats(1), floats(2), floats(3)]

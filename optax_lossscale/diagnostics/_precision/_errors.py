@@ -141,7 +141,7 @@ def list_compared_indices(
     return [i for i, x in enumerate(outputs) if x.kind in kinds]
   is_state = lambda x: (
     x.kind in _outputs.RETURNED_KINDS
-    and not x.depends_on_update
+    and not x.depends_on_gradients
     and not x.new_scales
     and not x.new_updates
   )
