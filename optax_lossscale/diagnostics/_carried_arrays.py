@@ -127,14 +127,16 @@ def find_carried(
     for rating, candidates in rate(i, output).items()
   ]
   carried: dict[int, int] = {}
+  replaced: set[int] = set()
   for _, i, candidates in sorted(rows, key=lambda row: row[0], reverse=True):
-    free = sorted({*candidates} - {*carried.values()})
+    free = sorted({*candidates} - replaced)
     if i in carried or not free:
       continue
     get_distance = lambda k, x=outs[i]: _host_values.compute_amax(
       [traced.inputs[k] - x]
     )
     carried[i] = free[0] if len(free) == 1 else min(free, key=get_distance)
+    replaced.add(carried[i])
   return list(map(Carried, carried.keys(), carried.values()))
 
 

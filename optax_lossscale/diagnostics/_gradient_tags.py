@@ -117,29 +117,15 @@ def _list_new_tags(
   }
   calls = {tag.call for name, tag in tags.items() if arguments_by_tag.get(name)}
   shapes = list(map(_eqns.get_shape, closed_jaxpr.jaxpr.invars))
-  params = [
-    (shapes[i], _outputs.split_name(input_names[i]))
-    for i in sorted(flow.in_loss)
-  ]
+  input_paths = list(map(_outputs.split_name, input_names))
   num_uses = collections.Counter[tuple[int, str]]()
   new_tags = {}
   for name, tag in tags.items():
     if calls and tag.call not in calls:
       continue
-    arguments = arguments_by_tag.get(name, set())
-    paths = [_outputs.split_name(input_names[i]) for i in arguments]
-    if arguments.isdisjoint(flow.in_loss):  # These are moments, as of Muon.
-      others = [
-        path
-        for shape, path in params
-        if shape in {shapes[i] for i in arguments}
-      ]
-      ends = [
-        (len(_outputs.find_common_end([*paths[:1], path])), path)
-        for path in others
-      ]
-      paths += [path for _, path in sorted(ends)[-1:]]
-    path = _find_path(paths) or f"gradient {tag.leaf_index}"
+    sources = sorted(arguments_by_tag.get(name, ()))
+    path = _find_path(sources, flow.in_loss, shapes, input_paths)
+    path = path or f"gradient {tag.leaf_index}"
     num_uses[tag.call, path] += 1
     if num_uses[tag.call, path] > 1:
       path += f" #{num_uses[tag.call, path]}"
@@ -147,10 +133,32 @@ def _list_new_tags(
   return new_tags
 
 
-def _find_path(paths: Sequence[tuple[str, ...]]) -> str:
-  """Return the path of a parameter from the paths of it and its moments."""
-  if not paths:
+def _find_path(
+  arguments: Sequence[int],
+  in_loss: set[int],
+  shapes: Sequence[tuple[int, ...]],
+  input_paths: Sequence[tuple[str, ...]],
+) -> str:
+  """Return the path of a parameter, from those of it and of its moments.
+
+  Args:
+    arguments: the inputs from which the same results are computed by entries
+      as from the gradient.
+    in_loss: the inputs on which the loss depends.
+    shapes: the shapes of all inputs.
+    input_paths: their paths.
+  """
+  if not arguments:
     return ""
+  paths = [input_paths[i] for i in arguments]
+  if in_loss.isdisjoint(arguments):  # These are moments, as of Muon.
+    params = [
+      input_paths[i]
+      for i in sorted(in_loss)
+      if shapes[i] == shapes[arguments[0]]
+    ]
+    get_length = lambda path: len(_outputs.find_common_end([paths[0], path]))
+    paths += sorted(params, key=get_length)[-1:]
   common_path = _outputs.find_common_end(paths)
   # The first key of a parameter without moments is the name of the argument.
   shortest = min(paths, key=len)
