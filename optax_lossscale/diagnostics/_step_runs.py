@@ -90,8 +90,7 @@ class StepRuns:
   @functools.cached_property
   def _unscaled_grads(self) -> list[_outputs.TagGroup]:
     """The gradients of ``jax.grad``, if loss scales of inf do not reach all."""
-    if self.overflow_outs is None:
-      return []
+    assert self.overflow_outs is not None
     after = self.traced.read_updates(self.overflow_outs)
     if all(
       after[i].has_skipped or not update.has_run

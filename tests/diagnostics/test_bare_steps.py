@@ -223,6 +223,23 @@ def test_a_sound_step_has_no_problem_and_its_gradients_have_names(step):
   assert names == {"first/w", "first/b", "last/w", "last/b"}
 
 
+def test_each_gradient_has_its_own_name():
+  def by_hand(params):
+    grads = jax.grad(lambda p, q: half_loss(p) + half_loss(q), (0, 1))
+    add = lambda p, g, h: p - 0.1 * g - 0.1 * h
+    return jax.tree.map(add, params, *grads(params, params))
+
+  names = {*check_step(by_hand, MLP).comparison.array_errors}
+  paths = {"first/w", "first/b", "last/w", "last/b"}
+  assert names == paths | {f"{path} #2" for path in paths}
+
+
+def test_gradients_of_an_optimizer_of_one_flat_array_have_numbers():
+  tx = optax.flatten(ADAM)
+  check = check_step(functools.partial(_train, tx=tx), MLP, tx.init(MLP))
+  assert {*check.comparison.array_errors} == {f"gradient {i}" for i in range(4)}
+
+
 def _check_flax_linen():
   model = nn.Dense(4, dtype=jnp.bfloat16)
   params = model.init(KEYS[0], INPUTS)
@@ -305,7 +322,7 @@ def test_one_line_that_stands_out_is_a_problem_below_the_limit_of_errors():
   """Such as time steps that are rounded in front of sines and cosines."""
 
   def loss(params, time_dtype=jnp.bfloat16):
-    times = (14.7 * jnp.arange(8.0)).astype(time_dtype)
+    times = (29.9 * jnp.arange(8.0)).astype(time_dtype)
     angles = times[:, None] / 2.0 ** jnp.arange(4)
     waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
     hidden = jnp.tanh(waves.astype(jnp.bfloat16) @ params["w"])
@@ -313,7 +330,7 @@ def test_one_line_that_stands_out_is_a_problem_below_the_limit_of_errors():
 
   params = {"w": _draw(0, 8, 4).astype(jnp.bfloat16)}
   check = check_step(jax.grad(loss), params)
-  assert 8 * 2**-7 < check.comparison.error < 32 * 2**-7
+  assert 16 * 2**-7 < check.comparison.error < 32 * 2**-7
   (problem,) = check.problems
   assert "loses precision in bfloat16" in problem.cause
   assert "Compute in float32 in test_bare_steps.py" in problem.fix

@@ -41,7 +41,7 @@ def make_errors(index, error):
   [
     (_limits.find_large_errors, TOTAL, 32),
     (_limits.find_large_errors, ARRAY, 64),
-    (_limits.exceeds_limits, TOTAL, 8),
+    (_limits.exceeds_limits, TOTAL, 16),
     (_limits.exceeds_limits, ARRAY, 64),
   ],
 )
@@ -51,7 +51,7 @@ def test_an_error_is_large_above_its_limit(is_large, index, limit):
   assert np.flatnonzero(is_large(make_errors(index, above), EPS)) == [index]
 
 
-@pytest.mark.parametrize("index, limit", [(TOTAL, 8), (ARRAY, 64)])
+@pytest.mark.parametrize("index, limit", [(TOTAL, 16), (ARRAY, 64)])
 def test_a_layer_is_an_outlier_above_the_limit_of_its_effect(index, limit):
   for error, outliers in (
     (limit * EPS, ()),
@@ -174,8 +174,8 @@ def test_an_error_is_expected_up_to_four_amplified_roundings(
 @pytest.mark.parametrize(
   "error, array_error, eps, may_be",
   [
-    (8 * EPS, 0.0, EPS, False),
-    (np.nextafter(8 * EPS, 1), 0.0, EPS, True),
+    (16 * EPS, 0.0, EPS, False),
+    (np.nextafter(16 * EPS, 1), 0.0, EPS, True),
     (0.0, AT_NOISE, EPS, False),
     (0.0, np.nextafter(AT_NOISE, 1), EPS, True),
     # In float32, where it is noise.
@@ -419,9 +419,9 @@ def test_a_gradient_that_differs_between_equal_runs_is_not_judged(
 @pytest.mark.parametrize(
   "error, fraction, log2_scale",
   [
-    (np.nextafter(8 * EPS, 1), 0.26, 10),
-    (8 * EPS, 0.26, 0),
-    (np.nextafter(8 * EPS, 1), 0.25, 0),
+    (np.nextafter(16 * EPS, 1), 0.26, 10),
+    (16 * EPS, 0.26, 0),
+    (np.nextafter(16 * EPS, 1), 0.25, 0),
   ],
 )
 def test_a_loss_scale_is_suggested_if_an_error_is_due_to_small_numbers(

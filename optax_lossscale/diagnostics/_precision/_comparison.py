@@ -32,8 +32,8 @@ class PrecisionComparison(_reports.PrintedReport):
     reference_is_finite: whether all compared arrays are finite in float32. If
       not, the report names no layer: find_overflow names the operation.
     outliers: the names of the layers that cause a far larger error than all
-      other layers together, the worst first; often empty. It is at least 8
-      times the spacing of numbers at 1 (in float16, 0.008; in bfloat16, 0.06),
+      other layers together, the worst first; often empty. It is at least 16
+      times the spacing of numbers at 1 (in float16, 0.016; in bfloat16, 0.12),
       or 64 times for a single array.
     array_errors: the relative error of each array that is compared, by its
       path, such as ``blocks/0/up``, which is also what ``keep_float32=`` takes.

@@ -11,10 +11,10 @@ import numpy as np
 
 # A layer is an outlier if its effect is above _OUTLIER_EPS times the spacing of
 # numbers at 1, and above _OUTLIER_RATIO times the effect of all lesser layers
-# together. In float16 the first is an error of 0.008.
+# together. In float16 the first is an error of 0.016.
 # Layers in front of batch normalization may be far above it, but not above
 # their neighbours.
-_OUTLIER_EPS = 8.0
+_OUTLIER_EPS = 16.0
 # For a single array the limit is higher: in models that learn well, the errors
 # of single arrays reach two thirds of it.
 _INACCURATE_EPS = 64.0
