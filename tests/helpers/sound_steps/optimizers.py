@@ -176,13 +176,6 @@ STEPS = {
     name: functools.partial(_make_extra_args_step, *row)
     for name, row in EXTRA_ARGS.items()
   },
-  # Statistics of all steps, skipped ones as well.
-  "monitored": prepare_step(
-    tx=optax.chain(
-      optax.monitor({"norm": lambda updates, **_: optax.tree.norm(updates)}),
-      TX,
-    )
-  ),
   "lookahead": prepare_step(
     lambda loss, params, state: compute_grads(loss, params.fast, state),
     tx=make_tx(optax.lookahead(ADAM, 3, 0.5)),
@@ -214,3 +207,9 @@ STEPS = {
   ),
   "last micro-batch": _make_last_micro_batch_step,
 }
+if hasattr(optax, "monitor"):  # Remove the condition once optax >= 0.2.7.
+  # Statistics of all steps, skipped ones as well.
+  MONITOR = optax.monitor(
+    {"norm": lambda updates, **_: optax.tree.norm(updates)}
+  )
+  STEPS["monitored"] = prepare_step(tx=optax.chain(MONITOR, TX))
