@@ -16,6 +16,7 @@ from optax_lossscale.diagnostics import (
   _carried_arrays,
   _numeric_problems,
   _progress,
+  _report_program,
   _reports,
   _tracing,
   _wiring,
@@ -245,12 +246,12 @@ def _find_numeric_problems(results: _Results) -> list[_reports.Problem]:
   loss_scale = _numeric_problems.read_loss_scale(
     search.runs, can_decrease=not wiring.problems
   )
-  problems = _numeric_problems.find_numeric_problems(
+  problems = _numeric_problems.check_empty_arguments(
+    search.runs.traced, search.origin
+  ) or _numeric_problems.find_numeric_problems(
     search.origin, report, loss_scale
   )
-  if search.origin is not None:
-    return problems
-  if problems or not wiring.has_run:
+  if search.origin is not None or problems or not wiring.has_run:
     return problems
   return list(_numeric_problems.find_zero_grad_problems(search.runs, report))
 
@@ -282,22 +283,26 @@ def _describe_unchecked(results: _Results) -> Iterator[str]:
     offer = ": ols.autocast(loss_fn) casts its matmuls" * flops.can_autocast
     yield f"half precision, to which this step rounds nothing{offer}"
   else:
-    yield from _describe_amplification(report)
+    yield from _describe_amplification(report, search.runs.traced)
     yield from report.limitations
   yield from flops.limitations
   yield from search.limitations
 
 
 def _describe_amplification(
-  report: _comparison.PrecisionComparison,
+  report: _comparison.PrecisionComparison, traced: _tracing.TracedFunction
 ) -> Iterator[str]:
   """Yield that errors are large because the step amplifies any rounding."""
   names = report.ill_conditioned_arrays
   error = max((report.array_errors[name] for name in names), default=0.0)
   # A few gradients are rounding noise in many sound steps.
   if 2 * len(names) > len(report.array_errors) and math.isfinite(error):
+    reason = "the step amplifies any rounding"
+    if _report_program.has_callback_with_result(
+      traced.closed_jaxpr.jaxpr, ("io_callback", "pure_callback")
+    ):
+      reason += ", or a callback returns something else in each run"
     yield (
-      f"the precision of {len(names)} gradients, such as {names[0]}: the step"
-      f" amplifies any rounding, so errors of {error:.2g} are expected in"
-      f" {report.dtype}"
+      f"the precision of {len(names)} gradients, such as {names[0]}: {reason},"
+      f" so errors of {error:.2g} are expected in {report.dtype}"
     )

@@ -37,6 +37,23 @@ def read_loss_scale(
   return _comparison.LossScale(value, traced.lowest_scale, can_decrease)
 
 
+def check_empty_arguments(
+  traced: _tracing.TracedFunction, origin: _overflow_report.Overflow | None
+) -> list[_reports.Problem]:
+  """Check that no mean is over an empty argument, and so 0 / 0."""
+  if origin is None or origin.primitive != "div" or origin.kind != "nan":
+    return []
+  return [
+    _reports.Problem(
+      f"The argument {name} is empty (its shape is {x.shape}), and"
+      f" {_describe_origin(origin)}.",
+      "Pass a batch with examples, and leave out an empty one.",
+    )
+    for name, x in zip(traced.input_names, traced.inputs, strict=True)
+    if 0 in x.shape
+  ][:1]
+
+
 def find_numeric_problems(
   origin: _overflow_report.Overflow | None,
   report: _comparison.PrecisionComparison | None,

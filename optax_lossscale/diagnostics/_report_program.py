@@ -11,7 +11,7 @@ follows:
   has an effect, as an ``io_callback`` has.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 import re
 from typing import Any
 
@@ -54,11 +54,16 @@ def is_print(eqn: core.JaxprEqn) -> bool:
   return not eqn.outvars and bool(_PRINT_RE.search(eqn.primitive.name))
 
 
-def has_callback_with_result(jaxpr: core.Jaxpr) -> bool:
-  """Return whether a jaxpr calls an ``io_callback`` that returns something."""
-  is_callback = lambda eqn: (
-    eqn.primitive.name == "io_callback" and bool(eqn.outvars)
-  )
+def has_callback_with_result(
+  jaxpr: core.Jaxpr, names: Container[str] = ("io_callback",)
+) -> bool:
+  """Return whether a jaxpr calls a callback that returns something.
+
+  Args:
+    jaxpr: the jaxpr.
+    names: the primitives of the callbacks.
+  """
+  is_callback = lambda eqn: eqn.primitive.name in names and bool(eqn.outvars)
   return _walk.EqnSearch(is_callback, _eqns.subjaxprs).any_in_jaxpr(jaxpr)
 
 

@@ -33,11 +33,11 @@ _NEVER_UNSCALED = _reports.Problem(
 )
 _UNSCALED_TWICE = _reports.Problem(
   "update{update} received gradients{names} that double if the loss scale"
-  " halves: they were unscaled twice, or clipped while they were scaled, or the"
-  " scaled loss was divided by its own value.",
+  " halves: they were unscaled twice, or clipped while they were scaled, as by"
+  " a custom derivative, or the scaled loss was divided by its own value.",
   "Drop unscale_grads and grads_are_scaled=True, since ols.value_and_grad and"
-  " ols.grad return unscaled gradients. Clip inside of with_loss_scaling, and"
-  " scale the loss last.",
+  " ols.grad return unscaled gradients. Clip inside of with_loss_scaling, not"
+  " in a custom derivative, and scale the loss last.",
 )
 _DEPENDS_ON_SCALE = _reports.Problem(
   "update{update} received gradients{names} that depend on the loss scale: they"

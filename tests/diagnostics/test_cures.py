@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from helpers import parametrize_slow
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import optax_lossscale as ols
@@ -137,3 +138,31 @@ def test_the_fix_leads_to_a_sound_step_with_small_errors(name):
   cured = case.check_cured()
   assert cured.is_sound, str(cured)
   assert cured.comparison.error < 0.05
+
+
+def test_an_empty_batch_is_named():
+  tx = ols.with_loss_scaling(optax.sgd(0.1))
+
+  def step(w, state, x):
+    loss = ols.autocast(lambda w: jnp.mean(x @ w))
+    updates, state = tx.update(ols.grad(loss, state)(w), state, w)
+    return optax.apply_updates(w, updates), state
+
+  (problem,) = check_step(step, W, tx.init(W), X[:0]).problems
+  assert problem.cause.startswith("The argument x is empty (its shape is (0")
+  assert problem.fix.startswith("Pass a batch with examples")
+
+
+def test_a_callback_may_return_something_else_in_each_run():
+  draw = np.random.default_rng(0).standard_normal
+  noise_type = jax.ShapeDtypeStruct(X.shape, X.dtype)
+
+  def loss(w):
+    noise = jax.pure_callback(lambda: draw(X.shape, np.float32), noise_type)
+    return jnp.mean(jnp.tanh((X + noise) @ w))
+
+  check = check_step(jax.grad(ols.autocast(loss)), W)
+  assert check.is_sound
+  assert any(
+    "a callback returns something else" in x for x in check.not_checked
+  )

@@ -376,8 +376,8 @@ _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
   ),
   (
     lambda x: x.scale_factor == 0,
-    "{primitive} is not finite at any loss scale. Replace the operands that"
-    " cause it before the operation, with jnp.where, or add an epsilon.",
+    "{primitive} is not finite at lower loss scales either. Replace what causes"
+    " it before the operation, with jnp.where, or add an epsilon.",
   ),
   (lambda x: x.backward and x._context.has_loss_scale, _LOWER_SCALE),
   (
