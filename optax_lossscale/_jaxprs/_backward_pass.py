@@ -37,16 +37,20 @@ def tag_gradients(
 
 
 class _Tagger:
-  """A rewriter that counts gradients. A forward pass begins a new count."""
+  """A rewriter that counts gradients. A forward pass begins a new count.
+
+  What contains no gradient, such as a kernel, remains the same object.
+  """
 
   def __init__(self, make_tag: Callable[[int, int], str]) -> None:
     self._make_tag = make_tag
-    self._num_passes = self._num_grads = 0
+    self._num_passes = self._num_grads = self._num_tags = 0
 
   def tag_jaxpr(
     self, jaxpr: _eqns.AnyJaxpr, location: _provenance.EqnLocation
   ) -> Any:
     """Tag the gradients of a jaxpr that is called from this location."""
+    old_num_tags = self._num_tags
     plain_jaxpr = _eqns.close_jaxpr(jaxpr).jaxpr
     pairs = [(eqn, location.push_scope(eqn)) for eqn in plain_jaxpr.eqns]
     read_vars = set(_eqns.drop_literals(plain_jaxpr.outvars)).union(
@@ -71,6 +75,8 @@ class _Tagger:
         self._num_passes, self._num_grads = self._num_passes + 1, 0
       eqn = eqn.replace(invars=substitute(eqn.invars))
       new_eqns.append(self._tag_inside(eqn, eqn_location))
+    if self._num_tags == old_num_tags:
+      return jaxpr
     outvars = substitute(plain_jaxpr.outvars)
     return _eqns.replace_jaxpr_fields(jaxpr, eqns=new_eqns, outvars=outvars)
 
@@ -82,6 +88,7 @@ class _Tagger:
       if var in read_vars and _regions.is_inexact(var):
         name = self._make_tag(self._num_passes, self._num_grads)
         self._num_grads += 1
+        self._num_tags += 1
         with _eqns.get_eqn_ctx_manager(eqn):
           (tag_eqn,) = jax.make_jaxpr(checkpoint_name, static_argnums=1)(
             var.aval, name

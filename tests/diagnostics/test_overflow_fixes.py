@@ -438,7 +438,7 @@ LOWERED = IN_BACKWARD | {"scale_factor": 0.5}
     ("div", [LARGE, ZERO], IN_BACKWARD, "a divisor is zero"),
     ("div", [LARGER, ONE], IN_BACKWARD, "loss scale is too high"),
     ("div", [LARGE, ZERO], LOWERED, "ols.set_loss_scale(opt_state, scale / 2)"),
-    ("mul", [LARGE], LOWERED | {"scale_factor": 0.0}, "at lower loss scales either"),
+    ("mul", [LARGE], LOWERED | {"scale_factor": 0.0}, "at lower loss"),
     ("mul", [LARGE, LARGE], {"backward": True}, "compute mul in float32"),
     ("mul", [LARGE], {"in_autocast": True, "backward": True}, "runs this la"),
     ("integer_pow", [ZERO], {}, "so compute it in float32"),
