@@ -38,12 +38,14 @@ _FIXES = {
     "Keep the average in float32: begin with"
     " optax.tree.cast(params, jnp.float32)."
   ),
-  "A moment": (
-    "Keep the moments in float32, as in optax.adam(1e-3,"
-    " mu_dtype=jnp.float32), or with tx = ols.with_master_weights(tx), which"
-    " gives the optimizer float32 parameters."
+  "A moment or a sum of gradients": (
+    "Keep it in float32. tx = ols.with_master_weights(tx) gives the optimizer"
+    " float32 parameters, and so moments; for the first one,"
+    " mu_dtype=jnp.float32 is enough."
   ),
-  "A counter": "Count in integers: jnp.zeros((), jnp.int32).",
+  "A counter or a sum": (
+    "Count in integers, jnp.zeros((), jnp.int32), and add up in float32."
+  ),
   "A running value": (
     "Keep it in float32, and cast it to half precision where it is read."
   ),
@@ -285,13 +287,14 @@ def _find_kind(traced: _tracing.TracedFunction, carried: Carried) -> str:
   """Return what an array is, as a key of `_FIXES`."""
   flow, index = traced.flow, carried.input_index
   labels = flow.labels[carried.output_index]
+  is_scalar = not traced.inputs[index].shape
   if _entry_flow.AFTER_GRADIENT not in labels:
-    is_scalar = not traced.inputs[index].shape
-    return "A counter" if is_scalar else "A running value"
-  if index in flow.in_loss:
-    return "A parameter"
-  others = {i for i in labels if isinstance(i, int)} & flow.in_loss
-  return "An average of parameters" if others else "A moment"
+    return "A counter or a sum" if is_scalar else "A running value"
+  params = {i for i in labels if isinstance(i, int)} & flow.in_loss
+  # Scalars mix in a norm by which gradients are clipped.
+  if params - {index} and not is_scalar:
+    return "An average of parameters"
+  return "A parameter" if index in params else "A moment or a sum of gradients"
 
 
 @jax.jit

@@ -135,8 +135,8 @@ CASES = {
     lambda: _average(0.9999, F32),
   ),
   "second moments": Case(
-    "A moment stored in bfloat16 hardly changes",
-    "Keep the moments in float32",
+    "A moment or a sum of gradients stored in bfloat16 hardly",
+    "tx = ols.with_master_weights(tx) gives the optimizer float32",
     lambda: _squares(BF16),
     lambda: _squares(F32),
   ),
@@ -147,7 +147,7 @@ CASES = {
     lambda: _running_mean(F32),
   ),
   "a counter": Case(
-    "A counter stored in bfloat16 hardly changes (extra): 0%",
+    "A counter or a sum stored in bfloat16 hardly changes (extra): 0%",
     "jnp.zeros((), jnp.int32)",
     lambda: _count(BF16),
     lambda: _count(jnp.int32),
