@@ -37,8 +37,8 @@ class EntryFlow:
 
   Args:
     closed_jaxpr: the program.
-    is_gradient: returns whether a tag is that of a gradient. What a gradient
-      depends on is not followed.
+    is_gradient: returns whether a tag marks a gradient. What a gradient depends
+      on is not followed.
 
   Attributes:
     labels: what reaches each output.
@@ -57,6 +57,10 @@ class EntryFlow:
     inputs = [Labels({i}) for i, _ in enumerate(closed_jaxpr.jaxpr.invars)]
     location = _provenance.EqnLocation()
     self.labels = self._propagate(closed_jaxpr, inputs, location)
+
+  def list_arguments(self, output_index: int) -> set[int]:
+    """Return the arguments that reach an output entry by entry."""
+    return _list_arguments([self.labels[output_index]])
 
   def _propagate(
     self,

@@ -140,9 +140,9 @@ def check_crossed(
   """
   traced = runs.traced
   groups_by_update: dict[int, list[frozenset[int]]] = {}
-  for x in carried if len(runs.updates) > 1 else ():
+  for x in _list_params(traced, carried) if len(runs.updates) > 1 else ():
     updates = traced.outputs[x.output_index].new_updates
-    if len(updates) == 1 and x.input_index in traced.flow.in_loss:
+    if len(updates) == 1:
       groups = _find_grad_groups(traced, x.input_index)
       (update,) = updates
       groups_by_update.setdefault(update, []).append(groups)
@@ -182,12 +182,7 @@ def check_scaled(
     carried: its results that replace arguments.
   """
   traced = runs.traced
-  params = [
-    x
-    for x in carried
-    if x.input_index in traced.flow.in_loss
-    and traced.outputs[x.output_index].new_updates
-  ]
+  params = _list_params(traced, carried)
   if not params:
     return []
 
@@ -210,6 +205,18 @@ def check_scaled(
     _reports.fill_in_names(_SCALED_UPDATES, factor=factor)
     for factor in (2.0**_LOG2_FACTOR, 2.0**-_LOG2_FACTOR)
     if is_multiplied(_LOG2_FACTOR, factor) and is_multiplied(0, 1.0)
+  ]
+
+
+def _list_params(
+  traced: _tracing.TracedFunction, carried: Sequence[_carried_arrays.Carried]
+) -> list[_carried_arrays.Carried]:
+  """Return the arrays on which a loss depends, and that receive updates."""
+  return [
+    x
+    for x in carried
+    if x.input_index in traced.flow.in_loss
+    and traced.outputs[x.output_index].new_updates
   ]
 
 

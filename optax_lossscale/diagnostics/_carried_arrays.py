@@ -2,8 +2,8 @@
 
 A step returns new parameters, moments, averages and counters, which replace
 those among its arguments. If an array in bfloat16 is much larger than what is
-added to it, it stands still. The step in float32, from the same arguments,
-shows by how much it should move.
+added to it, it does not change. The step in float32, with the same arguments,
+shows by how much it should.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,6 +21,7 @@ from optax_lossscale.diagnostics import (
   _reports,
   _tracing,
 )
+from optax_lossscale.diagnostics._precision import _float32_eqns
 
 _CAUSE = (
   "{kind} stored in {dtype} hardly changes ({names}): {kept:.0%} of its change"
@@ -51,7 +52,7 @@ _FIXES = {
   ),
 }
 
-# An array that keeps less of its change stands still. Sound ones keep half.
+# An array that keeps less of its change is reported. Sound ones keep half.
 _MIN_KEPT = 0.25
 # The largest relative distance of two arrays that compensate each other.
 _TOLERANCE = 0.25
@@ -63,8 +64,8 @@ class Changes(NamedTuple):
   """The result of the check.
 
   Attributes:
-    problems: a problem for each kind of arrays that stand still.
-    passed: a sentence on the arrays, if none does.
+    problems: a problem for each kind of arrays that hardly change.
+    passed: a sentence on the arrays, if there is no problem.
   """
 
   problems: Sequence[_reports.Problem] = ()
@@ -88,7 +89,7 @@ def find_carried(
 ) -> list[Carried]:
   """Find the float results of a step that replace arguments.
 
-  Both have one shape and dtype. Of several such arguments, the result is
+  Both have the same shape and dtype. Of several such arguments, the result is
   computed from it by entries; or else both have the same last key. The longest
   common end of their paths decides, then the nearest value. An argument is
   replaced once.
@@ -108,9 +109,7 @@ def find_carried(
     """Return the candidates for a result, by how well they match."""
     array_type, path = get_type(outs[i]), _outputs.split_name(output.name)
     candidates = [
-      x
-      for x in traced.flow.labels[i]
-      if isinstance(x, int) and types[x] == array_type
+      x for x in traced.flow.list_arguments(i) if types[x] == array_type
     ]
     by_flow = bool(candidates)
     if not by_flow and output.is_trained:
@@ -156,7 +155,7 @@ def select_half(
   shapes = {
     outs[x.output_index].shape
     for x in carried
-    if _is_half(outs[x.output_index])
+    if _float32_eqns.is_half(outs[x.output_index])
   }
   return [x for x in carried if outs[x.output_index].shape in shapes]
 
@@ -244,7 +243,7 @@ def _list_changes(
   pairs = [
     x
     for x in carried
-    if _is_half(outs[x.output_index])
+    if _float32_eqns.is_half(outs[x.output_index])
     and _entry_flow.RANDOM not in traced.flow.labels[x.output_index]
     and not _has_further_bits(traced, x)
   ]
@@ -278,19 +277,18 @@ def _has_further_bits(
   size = 8 * traced.inputs[carried.input_index].dtype.itemsize
   integers = {f"int{size}", f"uint{size}"}
   return any(
-    isinstance(i, int) and traced.inputs[i].dtype.name in integers
-    for i in traced.flow.labels[carried.output_index]
+    traced.inputs[i].dtype.name in integers
+    for i in traced.flow.list_arguments(carried.output_index)
   )
 
 
 def _find_kind(traced: _tracing.TracedFunction, carried: Carried) -> str:
   """Return what an array is, as a key of `_FIXES`."""
   flow, index = traced.flow, carried.input_index
-  labels = flow.labels[carried.output_index]
   is_scalar = not traced.inputs[index].shape
-  if _entry_flow.AFTER_GRADIENT not in labels:
+  if _entry_flow.AFTER_GRADIENT not in flow.labels[carried.output_index]:
     return "A counter or a sum" if is_scalar else "A running value"
-  params = {i for i in labels if isinstance(i, int)} & flow.in_loss
+  params = flow.list_arguments(carried.output_index) & flow.in_loss
   # Scalars mix in a norm by which gradients are clipped.
   if params - {index} and not is_scalar:
     return "An average of parameters"
@@ -358,7 +356,3 @@ def _compensates(
     <= _TOLERANCE * jnp.linalg.norm(lost.ravel())
   )
   return (is_copy & has_equal_reference) | is_opposite
-
-
-def _is_half(x: Any) -> bool:
-  return _arrays.is_inexact(x) and x.dtype.itemsize < 4

@@ -234,7 +234,7 @@ def _judge_results(
   if report and wiring.has_run and not numeric_problems:
     passed += _describe_errors(report)
   problems = [*wiring.problems, *numeric_problems]
-  if changes.problems:  # They say which parameters stand still.
+  if changes.problems:  # They name the parameters that hardly change.
     problems = [x for x in problems if not _applied_updates.is_lost(x)]
   return [*problems, *changes.problems], [*passed, *changes.passed]
 

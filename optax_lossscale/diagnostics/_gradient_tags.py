@@ -44,7 +44,7 @@ def tag_gradients(
 ) -> TaggedStep:
   """Tag the gradients of a program, unless calls of this package do.
 
-  A function that is no training step remains as it is: it returns gradients,
+  A function that is not a training step is not changed: it returns gradients,
   for example, and its results are compared.
 
   Args:
@@ -103,8 +103,8 @@ def _list_new_tags(
   """
   arguments_by_tag: dict[str, set[int]] = {}
   is_step = False
-  for labels in flow.labels:
-    arguments = {x for x in labels if isinstance(x, int)}
+  for i, labels in enumerate(flow.labels):
+    arguments = flow.list_arguments(i)
     is_step |= _entry_flow.AFTER_GRADIENT in labels and bool(arguments)
     for label in labels:
       arguments_by_tag.setdefault(str(label), set()).update(arguments)

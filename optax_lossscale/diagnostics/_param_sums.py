@@ -91,9 +91,7 @@ def check_unused(
   traced, in_loss = runs.traced, runs.traced.flow.in_loss
   if not traced.select_kind(runs.outs, "loss"):
     return []
-  list_arguments = lambda x: {
-    i for i in traced.flow.labels[x.output_index] if isinstance(i, int)
-  }
+  list_arguments = lambda x: traced.flow.list_arguments(x.output_index)
   used = in_loss.union(
     *(list_arguments(x) for x in carried if x.input_index in in_loss)
   )

@@ -99,7 +99,7 @@ def _count(dtype):
 
 
 class Case(NamedTuple):
-  """A step with an array that stands still.
+  """A step with an array that hardly changes.
 
   Attributes:
     cause: the beginning of the cause.
@@ -156,7 +156,7 @@ CASES = {
 
 
 @parametrize_slow("name", ("parameters", "a running mean"), CASES)
-def test_an_array_that_stands_still_is_a_problem_and_its_fix_cures_it(name):
+def test_an_array_that_hardly_changes_is_a_problem_and_its_fix_cures_it(name):
   case = CASES[name]
   (problem,) = case.check().problems
   assert problem.cause.startswith(case.cause)

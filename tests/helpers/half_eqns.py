@@ -1,4 +1,4 @@
-"""What the equations of a jaxpr compute in half precision."""
+"""The operations of a jaxpr that run in half precision."""
 
 from typing import Any
 

@@ -39,8 +39,8 @@ from optax_lossscale.diagnostics._overflow import (
 
 # The outputs that show what an ``update`` receives and computes.
 _UPDATE_KINDS = {"grads", "unscaled", "updates"}
-# What may be infinite in a sound step. In a skipped step, `update` throws the
-# updates of the inner optimizer away.
+# These may be infinite in a sound step. If `update` skips the step, it discards
+# the updates of the inner optimizer.
 _IGNORED_KINDS = {"metric", "unused", "new_updates"}
 # Matches the name of an argument in the state of a wrapped optimizer.
 # ``update`` receives this state, too.

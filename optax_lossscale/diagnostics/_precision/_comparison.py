@@ -213,7 +213,7 @@ def find_problems(
       f" backward pass: relative error {error:.2g}"
     )
     return [_suggest_rescale(cause, log2_change, loss_scale)]
-  # One layer that stands out is a problem at a smaller error than many.
+  # The limit for an outlier is lower than that for the error of all layers.
   if report.outliers:
     return [
       _suggest_float32(

@@ -160,7 +160,7 @@ class LayerEffects(NamedTuple):
     rows: a row for each measured layer.
     isolated_effects: the effect of each: the error of all arrays together,
       followed by that of each array; float64[1 + arrays].
-    measure_without: runs all layers but those with some names in half
+    measure_without: runs all layers except those with some names in half
       precision, and returns their effect; None if only the magnitudes of layers
       were measured.
   """
