@@ -26,7 +26,7 @@ NOISE_LEVELS = 40
 
 
 class Task(NamedTuple):
-  """What to train.
+  """A model and its data, which all variants train.
 
   ``sample_batch`` takes parameters, a key and a function that casts a sampler.
   ``loss_fn`` takes parameters and a batch, and returns the loss and metrics.

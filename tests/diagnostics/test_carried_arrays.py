@@ -1,10 +1,9 @@
 """Arrays that are stored in half precision must change as in float32."""
 
-from collections.abc import Callable
 import functools
-from typing import Any, NamedTuple
 
 from helpers import parametrize_slow
+from helpers.cured_steps import Case
 import jax
 import jax.numpy as jnp
 import optax
@@ -96,22 +95,6 @@ def _count(dtype):
   return check_next_to_params(
     lambda count, params, grads: count + 1, jnp.asarray(256, dtype)
   )
-
-
-class Case(NamedTuple):
-  """A step with an array that hardly changes.
-
-  Attributes:
-    cause: the beginning of the cause.
-    fix: a part of the fix.
-    check: checks the step.
-    check_cured: checks the step to which the fix was applied.
-  """
-
-  cause: str
-  fix: str
-  check: Callable[[], Any]
-  check_cured: Callable[[], Any]
 
 
 CASES = {

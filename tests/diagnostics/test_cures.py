@@ -1,10 +1,9 @@
 """The fix of a problem leads to a sound step, near the one in float32."""
 
-from collections.abc import Callable
 import functools
-from typing import Any, NamedTuple
 
 from helpers import parametrize_slow
+from helpers.cured_steps import Case
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,22 +69,6 @@ def _recursion(w, start):
 
 def _square(w):
   return jnp.mean((X.astype(w.dtype) @ w).astype(F32) ** 2)
-
-
-class Case(NamedTuple):
-  """A faulty step.
-
-  Attributes:
-    cause: a part of the cause.
-    fix: a part of the fix.
-    check: checks the step.
-    check_cured: checks the step to which the fix was applied.
-  """
-
-  cause: str
-  fix: str
-  check: Callable[[], Any]
-  check_cured: Callable[[], Any]
 
 
 def _in_float32(loss_fn, primitive):
