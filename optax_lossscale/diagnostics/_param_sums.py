@@ -134,11 +134,16 @@ def _list_sums(
     for x, path in pairs
     if "inner_state" not in path
     and _ends_like(path, output)
-    and update.shape == runs.outs[x.output_index].shape
+    # Those of a loop are stacked.
+    and runs.outs[x.output_index].shape in (update.shape, update.shape[1:])
   ]
   comparisons = _host_values.to_host(
     [
-      _compare_with_sum(param, update, runs.outs[x.output_index])
+      _compare_with_sum(
+        param,
+        update if update.shape == param.shape else jnp.sum(update, 0),
+        runs.outs[x.output_index],
+      )
       for _, x, param, update in rows
     ]
   )

@@ -24,6 +24,8 @@ from helpers.train_steps import (
   PARAMS,
   prepare_step,
   prepare_two_layers,
+  prepare_wrapped,
+  scan_steps,
   TWO_LAYERS,
   TX,
   where,
@@ -309,6 +311,12 @@ MISTAKES = {
   ("The loss does not depend on the parameters", "don't close over others"): {
     "loss over the first parameters": prepare_step(
       lambda loss, params, state: compute_grads(loss, _FIRST_PARAMS, state)
+    ),
+    "loss over the first parameters in a scan": prepare_wrapped(
+      scan_steps,
+      prepare_step(
+        lambda loss, params, state: compute_grads(loss, _FIRST_PARAMS, state)
+      ),
     ),
     "loss over the first head": prepare_two_layers(
       lambda loss, params, state: compute_grads(
