@@ -21,7 +21,6 @@ from optax_lossscale.diagnostics import (
   _reports,
   _tracing,
 )
-from optax_lossscale.diagnostics._precision import _float32_eqns
 
 _CAUSE = (
   "{kind} stored in {dtype} hardly changes ({names}): {kept:.0%} of its change"
@@ -155,7 +154,7 @@ def select_half(
   shapes = {
     outs[x.output_index].shape
     for x in carried
-    if _float32_eqns.is_half(outs[x.output_index])
+    if _is_half(outs[x.output_index])
   }
   return [x for x in carried if outs[x.output_index].shape in shapes]
 
@@ -243,7 +242,7 @@ def _list_changes(
   pairs = [
     x
     for x in carried
-    if _float32_eqns.is_half(outs[x.output_index])
+    if _is_half(outs[x.output_index])
     and _entry_flow.RANDOM not in traced.flow.labels[x.output_index]
     and not _has_further_bits(traced, x)
   ]
@@ -356,3 +355,7 @@ def _compensates(
     <= _TOLERANCE * jnp.linalg.norm(lost.ravel())
   )
   return (is_copy & has_equal_reference) | is_opposite
+
+
+def _is_half(x: Any) -> bool:
+  return _arrays.is_inexact(x) and x.dtype.itemsize < 4
