@@ -72,8 +72,8 @@ class Regions(NamedTuple):
     sources = self.reads[get_output_key(index)]
     return len(sources) == 1 and all(map(is_argument, sources))
 
-  def find_descendants(self, sources: Collection[Key]) -> set[Key]:
-    """Return the checked values and outputs that depend on any of these keys.
+  def find_outputs(self, sources: Collection[Key]) -> set[int]:
+    """Return the indices of the outputs that depend on any of these keys.
 
     Loops and branches are followed, but no integer, predicate or Ref.
 
@@ -86,7 +86,7 @@ class Regions(NamedTuple):
         key for key, reads in self.reads.items() if not reads.isdisjoint(new)
       } - found
       found |= new
-    return found
+    return set(map(get_output_index, filter(is_output, found)))
 
 
 def get_output_key(index: int) -> Key:

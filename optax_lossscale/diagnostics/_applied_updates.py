@@ -1,13 +1,13 @@
 """Check by values that a step applies the updates that ``update`` returns."""
 
 from collections.abc import Iterator, Sequence
-import itertools
-import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from optax_lossscale._jaxprs import _eqns, _regions
+from optax_lossscale import _arrays
+from optax_lossscale._jaxprs import _regions
 from optax_lossscale.diagnostics import (
   _carried_arrays,
   _host_values,
@@ -26,26 +26,22 @@ NO_PARAMS = _reports.Problem(
   " is trained.",
   "Return the new parameters: params = optax.apply_updates(params, updates).",
 )
-
-_LOST_UPDATES = _reports.Problem(
-  "No parameter changes, although the updates are not zero: they are smaller"
-  " than the distance to the next number of {dtype}.",
-  "Keep float32 master weights: tx = ols.with_master_weights(tx). Or keep the"
-  " parameters in float32, and cast them in the model to the dtype in which it"
-  " computes.",
-)
 _UNCHANGED_PARAMS = _reports.Problem(
   "The step returns the old parameters, although the updates are not zero.",
   "Return the new parameters: params = optax.apply_updates(params, updates).",
 )
-
+_OTHER_PARAMS = _reports.Problem(
+  "The loss does not depend on the parameters that the step updates ({name}):"
+  " it stays the same if they change.",
+  "Pass the parameters of the step to the loss, and don't close over others:"
+  " ols.value_and_grad(loss_fn, opt_state)(params, batch).",
+)
 _CROSSED_UPDATES = _reports.Problem(
   "The updates of two networks are crossed: only the gradients of update [{k}]"
   " depend on the parameters to which update [{i}] is applied, and vice versa.",
   "Apply each to its own parameters: params = optax.apply_updates(params,"
   " updates).",
 )
-
 _SCALED_UPDATES = _reports.Problem(
   "The parameters change {factor:g} times as much if the loss scale is"
   f" multiplied by 2**{_LOG2_FACTOR}: the updates are multiplied or divided by"
@@ -58,12 +54,20 @@ KEPT_BACK = (
   "whether the parameters change: a condition keeps the old ones in this step."
   " Check a step in which they change."
 )
+_TINY_UPDATES = (
+  "whether the parameters change: the updates of this step are zero, or too"
+  " small for float32, as at the beginning of a warm-up"
+)
 
 _FLOAT32_EPS = float(jnp.finfo(jnp.float32).eps)
+# A change is a sum of ones if it differs from it by at most this fraction.
+_MAX_DISTANCE = 0.25
 
 
 def check_dependence(
-  runs: _step_runs.StepRuns, ran_indices: Sequence[int]
+  runs: _step_runs.StepRuns,
+  carried: Sequence[_carried_arrays.Carried],
+  ran_indices: Sequence[int],
 ) -> list[_reports.Problem]:
   """Check that the results depend on the updates of each `update`.
 
@@ -71,62 +75,119 @@ def check_dependence(
 
   Args:
     runs: the runs of the step.
+    carried: its results that replace arguments.
     ran_indices: the indices of the updates that ran.
   """
-  traced = runs.traced
-  outvars = traced.closed_jaxpr.jaxpr.outvars
-  pairs = [
-    (output, _eqns.get_shape(var))
-    for output, var in zip(traced.outputs, outvars, strict=True)
-  ]
-  shapes_by_update: dict[int, list[tuple[int, ...]]] = {}
-  for output, shape in pairs:
-    if output.kind == "new_updates":
-      shapes_by_update.setdefault(output.group, []).append(shape)
-  returned = {
-    i
-    for output, shape in pairs
-    for i in output.new_updates
-    if output.is_trained and _may_be_param(shape, shapes_by_update.get(i, []))
-  }
-  missing = (shapes_by_update.keys() & {*ran_indices}) - returned
-  is_missing = any(not _responds(runs, i, None) for i in missing)
-  return [NO_PARAMS] if is_missing else []
+  outputs = runs.traced.outputs
+  for update in ran_indices:
+    params = _list_params(runs, carried, update)
+    if (
+      runs.base.select("new_updates", update)
+      and not any(update in outputs[i].new_updates for i in params)
+      and not _responds(runs, params, update)
+    ):
+      return [NO_PARAMS]
+  return []
 
 
 def check_changes(
-  runs: _step_runs.StepRuns, overflow_outs: Sequence[Any]
+  runs: _step_runs.StepRuns,
+  carried: Sequence[_carried_arrays.Carried],
+  skipped: _step_runs.Run,
 ) -> Iterator[_reports.Problem | str]:
   """Check that a step changes the parameters.
 
   Args:
     runs: the runs of the step.
-    overflow_outs: its outputs after an overflow, with the old parameters.
+    carried: its results that replace arguments.
+    skipped: its run with an overflow, which keeps the old parameters.
 
   Yields:
     Mistakes, and sentences on what could not be checked.
   """
-  traced = runs.traced
-  triples = list(zip(traced.outputs, runs.outs, overflow_outs, strict=True))
-  updates_after = traced.read_updates(overflow_outs)
-  for i, update in runs.updates.items():
-    is_applied = (update.applied == 1).all()
-    if not is_applied or not (updates_after[i].applied == 0).all():
+  base, outputs = runs.base, runs.traced.outputs
+  for i, update in base.updates.items():
+    if (update.applied != 1).any() or (skipped.updates[i].applied != 0).any():
       continue
-    pairs = [
-      (x, y)
-      for output, x, y in triples
-      if output.is_trained and i in output.new_updates
-    ]
-    pairs = _drop_scalars(pairs)
+    params = _list_params(runs, carried, i)
+    trained = [k for k in params if i in outputs[k].new_updates]
+    pairs = [(base.outs[k], skipped.outs[k]) for k in trained]
     if not pairs or _host_values.is_any_different(pairs):
       continue
-    if _responds(runs, i, None):
-      updates = _list_updates(runs, i)
-      yield from _explain_unchanged_params([x for x, _ in pairs], updates)
-    else:
-      is_inverted = _responds(runs, i, overflow_outs)
+    if not _responds(runs, params, i):
+      is_inverted = _responds(runs, params, i, skipped)
       yield _UNCHANGED_PARAMS if is_inverted else KEPT_BACK
+      continue
+    # Those that only half precision loses are reported as stored arrays.
+    # Parameters that do not change otherwise are at a bound, for example.
+    limit = _FLOAT32_EPS * _host_values.compute_amax(x for x, _ in pairs)
+    if _host_values.compute_amax(base.select("new_updates", i)) <= limit:
+      yield _TINY_UPDATES
+
+
+def check_unused(
+  runs: _step_runs.StepRuns, carried: Sequence[_carried_arrays.Carried]
+) -> list[_reports.Problem]:
+  """Check that a loss depends on each parameter.
+
+  Neither an unused one nor what follows from it by entries enters a function
+  that is differentiated, such as the working copy of a master. Refs are not
+  followed, so a run with other values must confirm it. If the new value of an
+  array is not its sum with an update, such as an average of updates, nothing is
+  said of it.
+
+  Args:
+    runs: the runs of the step.
+    carried: its results that replace arguments.
+  """
+  traced, in_loss = runs.traced, runs.traced.flow.in_loss
+  if not runs.base.select("loss"):
+    return []
+  list_arguments = lambda x: traced.flow.list_arguments(x.output_index)
+  used = in_loss.union(
+    *(list_arguments(x) for x in carried if x.input_index in in_loss)
+  )
+  # An average of parameters begins with their values.
+  suspects = [
+    x
+    for x in carried
+    if used.isdisjoint(list_arguments(x))
+    and traced.outputs[x.output_index].new_updates
+  ]
+  if not suspects:
+    return []
+  groups = {x for x in traced.tags.values() if x.kind == "masked_updates"}
+  ones = runs.run_replaced(dict.fromkeys(groups, 1.0))
+  unused = [
+    x.input_index
+    for x in suspects
+    if _adds_ones(traced.inputs[x.input_index], ones.outs[x.output_index])
+  ]
+  # The factor alone would not change zeros.
+  inputs = [
+    (1024 * x + 1).astype(x.dtype) if i in unused else x
+    for i, x in enumerate(traced.inputs)
+  ]
+  changed = runs.run(inputs)
+  if not unused or _host_values.is_any_different(
+    zip(
+      runs.base.select("loss") + runs.base.select("grads"),
+      changed.select("loss") + changed.select("grads"),
+      strict=True,
+    )
+  ):
+    return []
+  names = _reports.format_names([traced.input_names[i] for i in unused])
+  return [_reports.fill_in_names(_OTHER_PARAMS, name=names)]
+
+
+@jax.jit
+def _adds_ones(old: Any, new: Any) -> jax.Array:
+  """Return whether a number of ones was added to each entry; bool[]."""
+  change = _arrays.upcast_for_reduction(new) - _arrays.upcast_for_reduction(old)
+  number = jnp.round(jnp.mean(change))
+  distance = jnp.max(jnp.abs(change - number), initial=0)
+  return (number >= 1) & (distance <= _MAX_DISTANCE * number)
 
 
 def check_crossed(
@@ -140,7 +201,7 @@ def check_crossed(
   """
   traced = runs.traced
   groups_by_update: dict[int, list[frozenset[int]]] = {}
-  for x in _list_params(traced, carried) if len(runs.updates) > 1 else ():
+  for x in _list_used(traced, carried) if len(runs.base.updates) > 1 else ():
     updates = traced.outputs[x.output_index].new_updates
     if len(updates) == 1:
       groups = _find_grad_groups(traced, x.input_index)
@@ -163,12 +224,8 @@ def _find_grad_groups(
   traced: _tracing.TracedFunction, argument: int
 ) -> frozenset[int]:
   """Return the updates whose gradients depend on an argument."""
-  regions = traced.get_regions()
-  outputs = [
-    traced.outputs[_regions.get_output_index(key)]
-    for key in regions.find_descendants([(_regions.ARGUMENT, argument)])
-    if _regions.is_output(key)
-  ]
+  indices = traced.regions.find_outputs([(_regions.ARGUMENT, argument)])
+  outputs = [traced.outputs[i] for i in indices]
   return frozenset(x.group for x in outputs if x.kind == "grads")
 
 
@@ -182,33 +239,33 @@ def check_scaled(
     carried: its results that replace arguments.
   """
   traced = runs.traced
-  params = _list_params(traced, carried)
+  params = _list_used(traced, carried)
   if not params:
     return []
 
-  def is_multiplied(log2_scale: int, factor: float) -> bool:
-    """Return whether each parameter changes by a factor with another scale."""
-    outs = runs.run_with_factor(2.0**log2_scale)
+  def is_multiplied(log2_scale: int, power: int) -> bool:
+    """Return whether each parameter changes by a power of a half."""
+    run = runs.run_with_factor(2.0**log2_scale)
     return all(
-      _scaling_mistakes.is_close(
+      _scaling_mistakes.is_power(
         _scaling_mistakes.measure_ratio(
-          runs.outs[x.output_index] - traced.inputs[x.input_index],
-          outs[x.output_index] - traced.inputs[x.input_index],
+          runs.base.outs[x.output_index] - traced.inputs[x.input_index],
+          run.outs[x.output_index] - traced.inputs[x.input_index],
         ),
-        factor,
+        power,
       )
       for x in params
     )
 
   # The changes of a step with noise differ in each run.
   return [
-    _reports.fill_in_names(_SCALED_UPDATES, factor=factor)
-    for factor in (2.0**_LOG2_FACTOR, 2.0**-_LOG2_FACTOR)
-    if is_multiplied(_LOG2_FACTOR, factor) and is_multiplied(0, 1.0)
+    _reports.fill_in_names(_SCALED_UPDATES, factor=2.0**-power)
+    for power in (_LOG2_FACTOR, -_LOG2_FACTOR)
+    if is_multiplied(_LOG2_FACTOR, power) and is_multiplied(0, 0)
   ]
 
 
-def _list_params(
+def _list_used(
   traced: _tracing.TracedFunction, carried: Sequence[_carried_arrays.Carried]
 ) -> list[_carried_arrays.Carried]:
   """Return the arrays on which a loss depends, and that receive updates."""
@@ -220,109 +277,51 @@ def _list_params(
   ]
 
 
-def is_lost(problem: _reports.Problem) -> bool:
-  """Return whether a problem is that no parameter changes."""
-  return problem.fix == _LOST_UPDATES.fix
+def _list_params(
+  runs: _step_runs.StepRuns,
+  carried: Sequence[_carried_arrays.Carried],
+  update: int,
+) -> list[int]:
+  """Return the results that may be parameters, whatever they depend on.
 
-
-def _list_updates(runs: _step_runs.StepRuns, update: int) -> list[Any]:
-  """Return the updates that an `update` makes."""
-  return [
-    x
-    for output, x in zip(runs.traced.outputs, runs.outs, strict=True)
-    if output.kind == "new_updates" and output.group == update
-  ]
-
-
-def _drop_scalars(pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-  """Return the pairs of arrays; of scalars, if there are no others.
-
-  A scalar may be a metric, unless the parameters are scalars.
+  They replace arguments, or are as large as an update, since the parameters may
+  be one array. A scalar may be a metric, unless all updates are scalars.
   """
-  return [(x, y) for x, y in pairs if x.size > 1] or pairs
+  sizes = [x.size for x in runs.base.select("new_updates", update)]
+  replacing = {x.output_index for x in carried}
+  min_size, max_size = min(sizes, default=0), max(sizes, default=0)
+  return [
+    i
+    for i, output in enumerate(runs.traced.outputs)
+    if output.kind in ("integers", *_outputs.RETURNED_KINDS)
+    and not (output.is_metric or output.in_scale_state)
+    and (i in replacing or runs.base.outs[i].size >= min_size)
+    and (runs.base.outs[i].size > 1 or max_size <= 1)
+  ]
 
 
 def _responds(
-  runs: _step_runs.StepRuns, update: int, overflow_outs: Sequence[Any] | None
+  runs: _step_runs.StepRuns,
+  params: Sequence[int],
+  update: int,
+  skipped: _step_runs.Run | None = None,
 ) -> bool:
-  """Return whether any result changes if the updates are replaced by ones.
+  """Return whether parameters change if the updates are replaced by ones.
 
   Args:
     runs: the runs of the step.
-    update: the index of the update.
-    overflow_outs: the outputs after an overflow, to ask for a step that
-      overflows; None for the step itself.
+    params: the indices of results that may be parameters.
+    update: the number of the update.
+    skipped: the run with an overflow, to ask for a step that overflows; None
+      for the step itself.
   """
   replaced = {_outputs.TagGroup("masked_updates", update): 1.0}
-  if overflow_outs is None:
-    before, outs = runs.outs, runs.run_replaced(replaced)
-  else:
-    before = overflow_outs
-    outs = runs.run_skipped(replaced) or before
-  shapes = [x.shape for x in _list_updates(runs, update)]
-  pairs = [
-    (x, y)
-    for output, x, y in zip(runs.traced.outputs, before, outs, strict=True)
-    if output.kind in ("integers", *_outputs.RETURNED_KINDS)
-    and not output.in_scale_state
-    and _may_be_param(x.shape, shapes)
-  ]
-  return _host_values.is_any_different(pairs)
-
-
-def _explain_unchanged_params(
-  params: Sequence[Any], updates: Sequence[Any]
-) -> Iterator[_reports.Problem | str]:
-  """Yield why a step returns the old parameters: a mistake or a limitation."""
-  update_amax = _host_values.compute_amax(updates)
-  if update_amax == 0:
-    yield (
-      "whether the parameters change: all updates of this step are zero, as at"
-      " the beginning of a warm-up"
-    )
-    return
-  dtypes = sorted({x.dtype for x in params}, key=str)
-  # No number changes only if each update is smaller than the distance to the
-  # next number.
-  eps = max(map(_get_eps, dtypes))
-  text = " and ".join(map(str, dtypes))
-  if update_amax > eps * _host_values.compute_amax(params):
-    return  # They are at a bound, for example.
-  if eps <= _FLOAT32_EPS:
-    yield (
-      f"whether the parameters change: the updates of this step are too small"
-      f" for {text}, as at the beginning of a warm-up"
-    )
-  else:
-    yield _reports.fill_in_names(_LOST_UPDATES, dtype=text)
-
-
-def _get_eps(dtype: Any) -> float:
-  return float(jnp.finfo(dtype).eps)
-
-
-def _may_be_param(
-  shape: tuple[int, ...], update_shapes: Sequence[tuple[int, ...]]
-) -> bool:
-  """Return whether a result that depends on updates may be parameters.
-
-  It may also be a metric, such as the norm of the updates, or the losses of all
-  steps of a loop.
-
-  Args:
-    shape: the shape of the result.
-    update_shapes: the shapes of the updates. Those of a loop are stacked.
-  """
-  if math.prod(shape) <= 1:
-    return max(map(math.prod, update_shapes), default=0) <= 1
-  # The number of leading axes that all updates share, and that may be stacked.
-  is_shared = lambda sizes: len(set(sizes)) == 1
-  columns = zip(*update_shapes, strict=False)
-  num_shared = len([*itertools.takewhile(is_shared, columns)])
-  is_param_shape = any(
-    shape == x[i:] for x in update_shapes for i in range(num_shared + 1)
+  before: _step_runs.Run = skipped or runs.base
+  after = (
+    runs.run_replaced(replaced)
+    if skipped is None
+    else runs.run_skipped(replaced) or skipped
   )
-  # The parameters may be one array.
-  return is_param_shape or math.prod(shape) >= min(
-    map(math.prod, update_shapes), default=0
+  return _host_values.is_any_different(
+    (before.outs[i], after.outs[i]) for i in params
   )

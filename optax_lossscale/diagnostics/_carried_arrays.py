@@ -3,7 +3,8 @@
 A step returns new parameters, moments, averages and counters, which replace
 those among its arguments. If an array in bfloat16 is much larger than what is
 added to it, it does not change. The step in float32, with the same arguments,
-shows by how much it should.
+shows by how much it should, and whether a sum that is stored in float32 was
+rounded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +18,8 @@ from optax_lossscale import _arrays
 from optax_lossscale._jaxprs import _entry_flow
 from optax_lossscale.diagnostics import (
   _host_values,
-  _outputs,
   _reports,
+  _step_runs,
   _tracing,
 )
 
@@ -27,9 +28,17 @@ _CAUSE = (
   " in float32 remains, since what is added is smaller than the distance to the"
   " next number."
 )
+_SUM_IN_HALF = _reports.Problem(
+  "The new parameters ({name}) are stored in float32, but the sum of parameter"
+  " and update was rounded to half precision, so small updates are"
+  " lost.",
+  "Add in float32: params = optax.apply_updates(params, updates). Cast to half"
+  " precision in the model only.",
+)
+_PARAMETER = "A parameter"
 # The fix for each kind of array.
 _FIXES = {
-  "A parameter": (
+  _PARAMETER: (
     "Keep float32 master weights: tx = ols.with_master_weights(tx). Or keep the"
     " parameters in float32, and cast them in the model to the dtype in which"
     " it computes."
@@ -83,48 +92,19 @@ class Carried(NamedTuple):
   input_index: int
 
 
-def find_carried(
-  traced: _tracing.TracedFunction, outs: Sequence[Any]
-) -> list[Carried]:
+def find_carried(run: _step_runs.Run) -> list[Carried]:
   """Find the float results of a step that replace arguments.
 
-  Both have the same shape and dtype. Of several such arguments, the result is
-  computed from it by entries; or else both have the same last key. The longest
-  common end of their paths decides, then the nearest value. An argument is
-  replaced once.
+  Of several candidates, the nearest value decides. An argument is replaced
+  once.
 
   Args:
-    traced: the step.
-    outs: its outputs.
+    run: a run of the step.
   """
-  get_type = lambda x: (x.shape, x.dtype)
-  types = list(map(get_type, traced.inputs))
-  paths = list(map(_outputs.split_name, traced.input_names))
-  inputs_by_key: dict[Any, list[int]] = {}
-  for i, (array_type, path) in enumerate(zip(types, paths, strict=True)):
-    inputs_by_key.setdefault((array_type, path[-1:]), []).append(i)
-
-  def rate(i: int, output: _outputs.Output) -> dict[Any, list[int]]:
-    """Return the candidates for a result, by how well they match."""
-    array_type, path = get_type(outs[i]), _outputs.split_name(output.name)
-    candidates = [
-      x for x in traced.flow.list_arguments(i) if types[x] == array_type
-    ]
-    by_flow = bool(candidates)
-    if not by_flow and output.is_trained:
-      candidates = inputs_by_key.get((array_type, path[-1:]), [])
-    rated: dict[Any, list[int]] = {}
-    for k in candidates:
-      length = len(_outputs.find_common_end([path, paths[k]]))
-      rated.setdefault((by_flow, length), []).append(k)
-    return rated
-
   rows = [
     (rating, i, candidates)
-    for i, output in enumerate(traced.outputs)
-    if (output.is_trained or output.kind == "metric")
-    and _arrays.is_inexact(outs[i])
-    for rating, candidates in rate(i, output).items()
+    for i, output in enumerate(run.traced.outputs)
+    for rating, candidates in output.candidates.items()
   ]
   carried: dict[int, int] = {}
   replaced: set[int] = set()
@@ -132,8 +112,8 @@ def find_carried(
     free = sorted({*candidates} - replaced)
     if i in carried or not free:
       continue
-    get_distance = lambda k, x=outs[i]: _host_values.compute_amax(
-      [traced.inputs[k] - x]
+    get_distance = lambda k, x=run.outs[i]: _host_values.compute_amax(
+      [run.traced.inputs[k] - x]
     )
     carried[i] = free[0] if len(free) == 1 else min(free, key=get_distance)
     replaced.add(carried[i])
@@ -141,22 +121,34 @@ def find_carried(
 
 
 def select_half(
-  carried: Sequence[Carried], outs: Sequence[Any]
+  run: _step_runs.Run, carried: Sequence[Carried]
 ) -> list[Carried]:
-  """Return the arrays in half precision, and others of the same shape.
+  """Return the arrays that half precision holds, and others of the same shape.
 
   Those may be master copies.
 
   Args:
-    carried: results that replace arguments.
-    outs: the outputs of the step.
+    run: a run of the step.
+    carried: its results that replace arguments.
   """
   shapes = {
-    outs[x.output_index].shape
+    run.outs[x.output_index].shape
     for x in carried
-    if _is_half(outs[x.output_index])
+    if _is_half(run.outs[x.output_index]) or _is_rounded(run, x)
   }
-  return [x for x in carried if outs[x.output_index].shape in shapes]
+  return [x for x in carried if run.outs[x.output_index].shape in shapes]
+
+
+def _is_rounded(run: _step_runs.Run, carried: Carried) -> bool:
+  """Return whether half precision holds a parameter in float32 that changes."""
+  old = run.traced.inputs[carried.input_index]
+  new = run.outs[carried.output_index]
+  return (
+    new.dtype == jnp.float32
+    and _find_kind(run.traced, carried) == _PARAMETER
+    and bool(_is_half_valued(new))
+    and _host_values.is_any_different([(old, new)])
+  )
 
 
 class _Change(NamedTuple):
@@ -178,9 +170,8 @@ class _Change(NamedTuple):
 
 
 def check_changes(
-  traced: _tracing.TracedFunction,
+  run: _step_runs.Run,
   carried: Sequence[Carried],
-  outs: Sequence[Any],
   reference_outs: Mapping[int, Any],
 ) -> Changes:
   """Check that arrays stored in half precision change as in float32.
@@ -189,14 +180,14 @@ def check_changes(
   of what is stored in more bits.
 
   Args:
-    traced: the step.
+    run: a run of the step.
     carried: its results that replace arguments: see :func:`select_half`.
-    outs: its outputs.
     reference_outs: its outputs in float32, by their indices.
 
   Returns:
     A :class:`Changes`.
   """
+  traced, outs = run.traced, run.outs
   changes = _list_changes(traced, carried, outs, reference_outs)
   others = [
     (outs[x.output_index], reference_outs[x.output_index]) for x in carried
@@ -209,7 +200,12 @@ def check_changes(
       outs[x.output_index], reference_outs[x.output_index], others
     )
   ]
-  problems = []
+  problems = [
+    _reports.fill_in_names(_SUM_IN_HALF, name=traced.input_names[x.input_index])
+    for x in carried
+    if _is_rounded(run, x)
+    and not _is_half_valued(reference_outs[x.output_index])
+  ][:1]
   for kind in _FIXES:
     names = [x.name for x in lost if x.kind == kind]
     if names:
@@ -218,7 +214,7 @@ def check_changes(
         kind=kind,
         dtype=worst.dtype,
         names=_reports.format_names(names),
-        kept=max(worst.kept, 0.0),
+        kept=max(0.0, worst.kept),
       )
       problems.append(_reports.Problem(cause, _FIXES[kind]))
   kept = [x for x in changes if x.kept >= _MIN_KEPT]
@@ -291,7 +287,7 @@ def _find_kind(traced: _tracing.TracedFunction, carried: Carried) -> str:
   # Scalars mix in a norm by which gradients are clipped.
   if params - {index} and not is_scalar:
     return "An average of parameters"
-  return "A parameter" if index in params else "A moment or a sum of gradients"
+  return _PARAMETER if index in params else "A moment or a sum of gradients"
 
 
 @jax.jit
@@ -355,6 +351,14 @@ def _compensates(
     <= _TOLERANCE * jnp.linalg.norm(lost.ravel())
   )
   return (is_copy & has_equal_reference) | is_opposite
+
+
+@jax.jit
+def _is_half_valued(x: Any) -> jax.Array:
+  """Return whether a dtype of half precision holds all entries; bool[]."""
+  return jnp.all(x == x.astype(jnp.float16)) | jnp.all(
+    x == x.astype(jnp.bfloat16)
+  )
 
 
 def _is_half(x: Any) -> bool:

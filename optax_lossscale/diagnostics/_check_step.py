@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from optax_lossscale import _transfer_guard
 from optax_lossscale.diagnostics import (
-  _applied_updates,
   _carried_arrays,
   _numeric_problems,
   _progress,
@@ -155,7 +154,7 @@ def check_step(
     ['first', 'second']
   """
   with _tracing.trace_on_host(
-    "check_step", fun, args, kwargs, progress=progress, check_results=True
+    "check_step", fun, args, kwargs, progress=progress
   ) as (traced, progress_line):
     results = _run_reports(traced, progress_line)
     problems, passed = _judge_results(results)
@@ -186,17 +185,17 @@ def _run_reports(
   """Run all reports on a step."""
   # The step is run, so it need not be said that a branch may not be taken.
   flops = _count_flops.count_traced(traced._replace(cond_branch_locations=[]))
-  search = _find_overflow.search_traced(traced, progress)
+  search = _find_overflow.search_traced(traced, progress, ignores_metrics=True)
   # An overflow of the forward pass is seen only where the backward pass is
   # finite.
   is_hidden = search.origin is not None and _overflow_report.has_zero_grads(
     search.origin
   )
   runs = search.finite_runs if is_hidden else search.runs
-  carried = _carried_arrays.find_carried(traced, runs.outs)
+  carried = _carried_arrays.find_carried(runs.base)
   half_carried: list[_carried_arrays.Carried] = []
   if search.origin is None:  # Otherwise the step in float32 may be another one.
-    half_carried = _carried_arrays.select_half(carried, runs.outs)
+    half_carried = _carried_arrays.select_half(runs.base, carried)
   comparison = _compare_precision.compare_runs(
     runs,
     progress,
@@ -206,7 +205,7 @@ def _run_reports(
   changes = _carried_arrays.Changes()
   if comparison is not None:
     changes = _carried_arrays.check_changes(
-      traced, half_carried, runs.outs, comparison.outs
+      runs.base, half_carried, comparison.outs
     )
   wiring = _wiring.check_wiring(search, comparison, carried)
   report = comparison.report if comparison else None
@@ -233,10 +232,8 @@ def _judge_results(
     )
   if report and wiring.has_run and not numeric_problems:
     passed += _describe_errors(report)
-  problems = [*wiring.problems, *numeric_problems]
-  if changes.problems:  # They name the parameters that hardly change.
-    problems = [x for x in problems if not _applied_updates.is_lost(x)]
-  return [*problems, *changes.problems], [*passed, *changes.passed]
+  problems = [*wiring.problems, *numeric_problems, *changes.problems]
+  return problems, [*passed, *changes.passed]
 
 
 def _find_numeric_problems(results: _Results) -> list[_reports.Problem]:

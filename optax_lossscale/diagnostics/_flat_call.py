@@ -27,7 +27,6 @@ class FlatCall:
     fun: the function, for the names of its arguments.
     args: its arguments.
     kwargs: its keyword arguments.
-    check_results: whether to return fields of loss-scale states, too.
 
   Attributes:
     inputs: the arrays among the arguments.
@@ -36,10 +35,8 @@ class FlatCall:
     scale_indices: the indices of the inputs that are loss scales.
   """
 
-  def __init__(
-    self, fun: Callable[..., Any], args: Any, kwargs: Any, check_results: bool
-  ) -> None:
-    self._num_args, self._check_results = len(args), check_results
+  def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    self._num_args = len(args)
     self._kwarg_names = sorted(kwargs)  # in the order in which JAX flattens
     names = _get_positional_names(fun, len(args))
     self._names = [*names, *self._kwarg_names]
@@ -80,10 +77,9 @@ class FlatCall:
       output_pairs += _outputs.collect_changed_arguments(
         flat_args.names, call_leaves, flat_after_call.leaves
       )
-    if self._check_results:
-      output_pairs += _outputs.collect_scale_states(
-        result, call_trees, call_leaves
-      )
+    output_pairs += _outputs.collect_scale_states(
+      result, call_trees, call_leaves
+    )
     self.outputs = [output for output, _ in output_pairs]
     return [leaf for _, leaf in output_pairs]
 

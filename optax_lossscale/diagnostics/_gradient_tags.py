@@ -7,7 +7,8 @@ gradients in front of ``update``.
 """
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+import contextlib
 from typing import NamedTuple
 
 from optax_lossscale import _tags
@@ -32,11 +33,14 @@ class TaggedStep(NamedTuple):
     closed_jaxpr: the program.
     flow: the sources of its results.
     has_update: whether it calls the `update` of `with_loss_scaling`.
+    lowest_scale: the lowest loss scale that all policies allow; None if it is
+      unknown.
   """
 
   closed_jaxpr: _eqns.ClosedJaxpr
   flow: _entry_flow.EntryFlow
   has_update: bool
+  lowest_scale: float | None
 
 
 def tag_gradients(
@@ -51,7 +55,8 @@ def tag_gradients(
     closed_jaxpr: the program; its tags have the numbers of their calls.
     input_names: the names of its inputs.
   """
-  kinds = {tag.kind for tag in _list_tags(closed_jaxpr).values()}
+  tags = _list_tags(closed_jaxpr).values()
+  kinds = {tag.kind for tag in tags}
   has_update = not kinds.isdisjoint({"grads", "scaled_grads"})
   tagged = closed_jaxpr
   if "unscaled" not in kinds:
@@ -70,7 +75,17 @@ def tag_gradients(
     tagged = (
       _tagged_values.rename_tags(tagged, rename) if is_step else closed_jaxpr
     )
-  return TaggedStep(tagged, flow, has_update)
+  return TaggedStep(tagged, flow, has_update, _find_lowest_scale(tags))
+
+
+def _find_lowest_scale(tags: Iterable[_tags.Tag]) -> float | None:
+  """Return the lowest loss scale that the policies of all updates allow."""
+  lowest_scales = []
+  for tag in tags:
+    if "update_scale" in tag.kind and tag.path:
+      with contextlib.suppress(ValueError):  # The lowest scale is unknown.
+        lowest_scales.append(float(tag.path))
+  return max(lowest_scales, default=None)
 
 
 def _list_tags(closed_jaxpr: _eqns.ClosedJaxpr) -> dict[str, _tags.Tag]:

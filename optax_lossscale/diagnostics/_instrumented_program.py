@@ -71,7 +71,7 @@ class InstrumentedProgram:
   ) -> None:
     self.traced = traced
     self.checked = set(
-      filter(_regions.is_checked_value, traced.get_regions().reads)
+      filter(_regions.is_checked_value, traced.regions.reads)
       if checked is None
       else checked
     )
@@ -121,7 +121,7 @@ class InstrumentedProgram:
     return RunRecord(outs, first_nonfinite, stats)
 
   def _eval_program(self, shared: "_Inputs", *inputs: Any) -> Any:
-    regions = self.traced.get_regions()
+    regions = self.traced.regions
     state: _state_threading.State = {
       key: jnp.zeros(1 + len(regions.list_loops(key)), jnp.int32)
       for key in self.checked

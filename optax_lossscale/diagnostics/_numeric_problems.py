@@ -6,7 +6,6 @@ most important first.
 
 from collections.abc import Iterator, Sequence
 import dataclasses
-from typing import Any
 
 import numpy as np
 
@@ -110,7 +109,7 @@ def find_zero_grad_problems(
     runs: the runs of the step.
     report: the comparison with float32, or None.
   """
-  indices = list(_list_zero_grads(runs.traced, runs.outs))
+  indices = list(_list_zero_grads(runs.base))
   log2_decrease = _find_scale_with_grads(runs, indices) if indices else None
   for k in indices:
     subject = "All gradients"
@@ -148,23 +147,16 @@ def _find_scale_with_grads(
     indices: the updates whose gradients are zero.
   """
   for log2_decrease in _LOG2_DECREASES if runs.traced.scale_indices else ():
-    outs = runs.run_with_factor(2.0**-log2_decrease)
-    if not {*_list_zero_grads(runs.traced, outs)}.issuperset(indices):
+    run = runs.run_with_factor(2.0**-log2_decrease)
+    if not {*_list_zero_grads(run)}.issuperset(indices):
       return log2_decrease
   return None
 
 
-def _list_zero_grads(
-  traced: _tracing.TracedFunction, outs: Sequence[Any]
-) -> Iterator[int]:
+def _list_zero_grads(run: _step_runs.Run) -> Iterator[int]:
   """Yield the calls of `update`, or the backward passes, with only zeros."""
-  updates = traced.read_updates(outs)
+  traced, updates = run.traced, run.updates
   for i in dict.fromkeys(x.group for x in traced.grad_outputs):
-    grads = [
-      out
-      for output, out in zip(traced.outputs, outs, strict=True)
-      if output.kind == "grads" and output.group == i
-    ]
     has_run = updates[i].has_run if i in updates else not traced.has_update
-    if has_run and not _host_values.is_any_nonzero(grads):
+    if has_run and not _host_values.is_any_nonzero(run.select("grads", i)):
       yield i

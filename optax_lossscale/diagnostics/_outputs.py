@@ -8,16 +8,17 @@ arguments, and values with a tag, such as the gradients that ``update`` receives
 import collections
 from collections.abc import (
   Callable,
-  Collection,
   Iterable,
   Mapping,
   Sequence,
 )
 import itertools
 import re
+import types
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale import _arrays, _paths, _state, _tags
@@ -26,7 +27,6 @@ from optax_lossscale._jaxprs import (
   _eqns,
   _regions,
   _tagged_values,
-  _walk,
 )
 
 # The kinds of outputs that are results of the traced function.
@@ -50,27 +50,28 @@ class Output(NamedTuple):
 
   Attributes:
     kind: ``"result"``; ``"integers"``, a result of an integer dtype, such as
-      quantized parameters; ``"metric"``, a result that replaces no argument;
-      ``"argument"``, if it was changed in place; or the kind of a tag:
+      quantized parameters; ``"argument"``, if it was changed in place; or the
+      kind of a tag:
       ``"grads"``, the gradients that `update` receives; ``"updates"``;
       ``"applied"``, which is 1 or 0, or -1 if `update` did not run;
       ``"unscaled"``, a number that is finite if and only if a gradient is that
       `value_and_grad` returns, or that leaves a backward pass; ``"loss"``, its
-      loss; ``"update_scale"``, the loss scale of an `update`;
+      loss; ``"logged"``, the same as ``"unscaled"``, for a gradient that no
+      `update` receives; ``"update_scale"``, the loss scale of an `update`;
       ``"new_updates"``, ``"new_scale"`` and ``"new_skip_count"``, what `update`
       returns. ``"state_scale"`` and
       ``"state_skip_count"`` are fields of a loss-scale state among the results.
-      ``"unused"`` is an ``"unscaled"`` gradient that no `update` receives.
     name: its path, such as ``1/kernel``.
     group: the index of the tree that it is a leaf of, among the trees of its
       kind: the results of the function, or what the calls of ``update`` or of
       ``value_and_grad`` tagged.
     tag_kind: the kind of its tag; empty without a tag.
     depends_on_gradients: whether it is a result that may depend on gradients.
-    has_half_backward: whether it may depend on what a backward pass computes in
-      float16 or float8.
     new_updates: the indices of the updates that may reach it.
     new_scales: the indices of the updates whose new loss scales may reach it.
+    candidates: the arguments that it may replace, by how well they match.
+    is_metric: whether it is a result that replaces no argument, or a scalar,
+      and depends on no gradient. It may be infinite in a sound step.
   """
 
   kind: str
@@ -78,14 +79,19 @@ class Output(NamedTuple):
   group: int
   tag_kind: str = ""
   depends_on_gradients: bool = False
-  has_half_backward: bool = False
   new_updates: frozenset[int] = frozenset()
   new_scales: frozenset[int] = frozenset()
+  candidates: Mapping[Any, Sequence[int]] = types.MappingProxyType({})
+  is_metric: bool = False
 
   @property
-  def is_trained(self) -> bool:
-    """Whether it is a result that may be a parameter or an inner state."""
-    return self.kind in RETURNED_KINDS and not self.in_scale_state
+  def is_state(self) -> bool:
+    """Whether it is a float result that may be a parameter or other state.
+
+    The loss-scale state is none.
+    """
+    is_result = self.kind in RETURNED_KINDS and not self.is_metric
+    return is_result and not self.in_scale_state
 
   @property
   def in_scale_state(self) -> bool:
@@ -175,14 +181,10 @@ def collect_scale_states(
   ]
 
 
-def get_capture_fn(
-  check_results: bool, name: str
-) -> Callable[[Any], Any] | None:
+def get_capture_fn(name: str) -> Callable[[Any], Any] | None:
   """Return how to capture a value with this tag; None if it is not needed."""
   tag = _tags.parse_tag(name)
   if tag is None or tag.kind in ("scale", "masked_updates"):
-    return None
-  if tag.kind in _UPDATE_KINDS and not check_results:
     return None
   capture_fns = {
     "applied": lambda x: x.astype(jnp.int8),
@@ -221,128 +223,103 @@ def as_outputs(tag_names: list[str]) -> list[Output]:
   ]
 
 
-def distinguish_metrics(
-  outputs: Sequence[Output],
-  outvars: Sequence[Any],
-  input_names: Sequence[str],
-  invars: Sequence[Any],
-) -> list[Output]:
-  """Return outputs, with the kind ``"metric"`` of results that are no state.
-
-  A metric may be infinite in a sound step. An array that replaces an argument
-  may not, such as batch statistics.
-  """
-  arguments = index_arguments(
-    zip(input_names, map(_get_type, invars), strict=True)
-  )
-  return [
-    output._replace(kind="metric")
-    if output.kind == "result"
-    and not output.depends_on_gradients
-    and not output.new_scales
-    and (
-      _get_type(var)[0] == ()
-      or not replaces_argument(output.name, _get_type(var), arguments)
-    )
-    else output
-    for output, var in zip(outputs, outvars, strict=True)
-  ]
-
-
-def index_arguments(arguments: Iterable[tuple[str, Any]]) -> set[Any]:
-  """Return the types of arguments with the last keys of their names.
-
-  Args:
-    arguments: the name and the type of each.
-  """
-  return {
-    (argument_type, key)
-    for name, argument_type in arguments
-    for key in (*split_name(name)[-1:], "")
-  }
-
-
-def replaces_argument(
-  name: str, result_type: Any, arguments: Collection[Any]
-) -> bool:
-  """Return whether a result may be the next value of an argument.
-
-  It has the type of the argument, and the same key at the end of its path.
-
-  Args:
-    name: the name of the result.
-    result_type: its type.
-    arguments: the arguments, by :func:`index_arguments`.
-  """
-  key = "".join(split_name(name)[-1:])
-  # The items of a tuple have no names.
-  return (result_type, "" if key.isdigit() else key) in arguments
-
-
-def describe_dependence(
+def describe_outputs(
   closed_jaxpr: _eqns.ClosedJaxpr,
   outputs: Sequence[Output],
+  input_names: Sequence[str],
   regions: _regions.Regions,
   tags: "Mapping[_regions.Key, TagGroup]",
   flow: _entry_flow.EntryFlow,
 ) -> list[Output]:
-  """Return outputs with what they may depend on, and with ``"unused"`` ones.
+  """Return outputs with what they depend on, and what they may replace.
 
   Args:
     closed_jaxpr: the program.
     outputs: its outputs.
+    input_names: the names of its inputs.
     regions: its regions.
     tags: its tags.
     flow: the sources of its results, which are the first outputs.
   """
-
-  def find_outputs(keys: Sequence[_regions.Key]) -> set[int]:
-    descendants = filter(_regions.is_output, regions.find_descendants(keys))
-    return set(map(_regions.get_output_index, descendants))
-
-  def find_by_group(kind: str) -> dict[int, set[int]]:
-    groups = {tag.group for tag in tags.values() if tag.kind == kind}
-    return {
-      group: find_outputs([k for k, x in tags.items() if x == (kind, group)])
-      for group in groups
-    }
-
-  by_update, by_scale = map(find_by_group, ("new_updates", "new_scale"))
-  # A program has tags of one of these kinds only.
-  by_unscaled = find_by_group("unscaled") | find_by_group("backward")
-  # The flow follows integers, too, which may hold the bits of parameters.
-  after_gradient = {
-    i
-    for i, labels in enumerate(flow.labels)
-    if _entry_flow.AFTER_GRADIENT in labels
+  keys_by_tag: dict[TagGroup, list[_regions.Key]] = {}
+  for key, tag in tags.items():
+    if tag.kind in ("new_updates", "new_scale", "unscaled", "backward"):
+      keys_by_tag.setdefault(tag, []).append(key)
+  outputs_by_tag = {
+    tag: regions.find_outputs(keys) for tag, keys in keys_by_tag.items()
   }
-  after_half_backward = find_outputs(
-    [
-      visit.path
-      for visit in _walk.walk(closed_jaxpr, _eqns.subjaxprs)
-      if any(map(is_half_var, visit.eqn.outvars))
-      and visit.stack_location.is_backward
-    ]
+  list_groups = lambda kind, i: frozenset(
+    tag.group
+    for tag, indices in outputs_by_tag.items()
+    if tag.kind == kind and i in indices
   )
   grad_indices = {i for i, x in enumerate(outputs) if x.kind == "grads"}
-  is_unused = lambda output: (
-    output.kind == "unscaled"
-    and bool(grad_indices)
-    and grad_indices.isdisjoint(by_unscaled.get(output.group, grad_indices))
+  find_candidates = _make_candidate_search(
+    closed_jaxpr.jaxpr, input_names, flow
   )
-  collect = lambda i, by_group: frozenset(
-    group for group, indices in by_group.items() if i in indices
-  )
-  return [
-    output._replace(
-      kind="unused" if is_unused(output) else output.kind,
-      depends_on_gradients=i in after_gradient,
-      has_half_backward=i in after_half_backward,
-      new_updates=collect(i, by_update),
-      new_scales=collect(i, by_scale),
+
+  def describe(i: int, output: Output) -> Output:
+    if output.kind == "unscaled":
+      tag = TagGroup(output.tag_kind, output.group)
+      received = grad_indices & outputs_by_tag.get(tag, grad_indices)
+      is_logged = bool(grad_indices) and not received
+      return output._replace(kind="logged") if is_logged else output
+    output = output._replace(
+      new_updates=list_groups("new_updates", i),
+      new_scales=list_groups("new_scale", i),
     )
-    for i, output in enumerate(outputs)
-  ]
+    if output.kind not in RETURNED_KINDS:
+      return output
+    # The flow follows integers, too, which may hold the bits of parameters.
+    depends_on_gradients = _entry_flow.AFTER_GRADIENT in flow.labels[i]
+    candidates = {} if output.in_scale_state else find_candidates(i, output)
+    is_metric = (
+      output.kind == "result"
+      and not (depends_on_gradients or output.new_scales)
+      and not (candidates and _eqns.get_shape(closed_jaxpr.jaxpr.outvars[i]))
+    )
+    return output._replace(
+      depends_on_gradients=depends_on_gradients,
+      candidates=candidates,
+      is_metric=is_metric,
+    )
+
+  return list(itertools.starmap(describe, enumerate(outputs)))
+
+
+def _make_candidate_search(
+  jaxpr: core.Jaxpr, input_names: Sequence[str], flow: _entry_flow.EntryFlow
+) -> Callable[[int, Output], dict[Any, list[int]]]:
+  """Return a function that finds the arguments that a result may replace.
+
+  They have the shape and the dtype of the result. The result is computed from
+  them by entries; or else they have the same last key. Of several, the longest
+  common end of the paths decides.
+
+  Args:
+    jaxpr: the program.
+    input_names: the names of its inputs.
+    flow: the sources of its results.
+  """
+  types = list(map(_get_type, jaxpr.invars))
+  paths = list(map(split_name, input_names))
+  inputs_by_key: dict[Any, list[int]] = {}
+  for k, path in enumerate(paths):
+    inputs_by_key.setdefault((types[k], path[-1:]), []).append(k)
+
+  def find_candidates(i: int, output: Output) -> dict[Any, list[int]]:
+    array_type, path = _get_type(jaxpr.outvars[i]), split_name(output.name)
+    arguments = [k for k in flow.list_arguments(i) if types[k] == array_type]
+    by_flow = bool(arguments)
+    if not by_flow:
+      arguments = inputs_by_key.get((array_type, path[-1:]), [])
+    candidates: dict[Any, list[int]] = {}
+    for k in arguments:
+      length = len(find_common_end([path, paths[k]]))
+      candidates.setdefault((by_flow, length), []).append(k)
+    return candidates
+
+  return find_candidates
 
 
 class TagGroup(NamedTuple):
@@ -405,12 +382,6 @@ def find_common_end(paths: Iterable[Sequence[str]]) -> tuple[str, ...]:
   is_shared = lambda keys: len(set(keys)) == 1
   end = [keys[0] for keys in itertools.takewhile(is_shared, columns)]
   return tuple(end[::-1])
-
-
-def is_half_var(var: Any) -> bool:
-  """Return whether a variable is a float16 or float8 array."""
-  is_float = _arrays.is_inexact(var.aval)
-  return is_float and _arrays.has_narrow_range(var.aval.dtype)
 
 
 def _get_type(var: Any) -> Any:

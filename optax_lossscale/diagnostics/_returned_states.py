@@ -88,11 +88,11 @@ def _counts_skips(runs: _step_runs.StepRuns) -> bool:
 
   Values are not followed through a Ref, but they are in it.
   """
-  if runs.skipped_outs is None:
+  if runs.skipped is None:
     return False
-  before, after = map(runs.traced.read_states, (runs.outs, runs.skipped_outs))
   counts = [
-    (x.skip_count, y.skip_count) for x, y in zip(before, after, strict=True)
+    (x.skip_count, y.skip_count)
+    for x, y in zip(runs.base.states, runs.skipped.states, strict=True)
   ]
   return bool(counts) and not any(np.array_equal(x, y) for x, y in counts)
 
@@ -107,7 +107,7 @@ def _list_inner_updates(traced: _tracing.TracedFunction) -> set[int]:
 
 def _has_old_inner_state(traced: _tracing.TracedFunction) -> bool:
   """Return whether all arrays of an inner state are those of the arguments."""
-  regions, outvars = traced.get_regions(), traced.closed_jaxpr.jaxpr.outvars
+  regions, outvars = traced.regions, traced.closed_jaxpr.jaxpr.outvars
   rows = [
     (output, i)
     for i, output in enumerate(traced.outputs)
@@ -124,26 +124,25 @@ def _has_old_inner_state(traced: _tracing.TracedFunction) -> bool:
 
 
 def check_after_overflow(
-  runs: _step_runs.StepRuns, overflow_outs: Sequence[Any]
+  runs: _step_runs.StepRuns, skipped: _step_runs.Run
 ) -> Iterator[_reports.Problem | str]:
   """Check that the count of skipped steps that an `update` returned comes back.
 
   Args:
     runs: the runs of the step.
-    overflow_outs: its outputs after an overflow.
+    skipped: its run with an overflow.
 
   Yields:
     Mistakes, and sentences on what could not be checked.
   """
-  traced = runs.traced
-  if _has_multi_steps(traced):
+  if _has_multi_steps(runs.traced):
     yield MULTI_STEPS
     return
-  updates = traced.read_updates(overflow_outs)
-  if any(x.has_run and not updates[i].has_run for i, x in runs.updates.items()):
+  updates, base_updates = skipped.updates, runs.base.updates
+  if any(x.has_run and not updates[i].has_run for i, x in base_updates.items()):
     yield _NO_UPDATE_AFTER_OVERFLOW
   masks = _match_states(
-    traced.read_states(overflow_outs),
+    skipped.states,
     {i: x for i, x in updates.items() if x.has_skipped},
     "skip_count",
     np.equal,
@@ -151,8 +150,8 @@ def check_after_overflow(
   waits = False
   for k, (state, mask) in enumerate(masks):
     # If a condition keeps the old parameters, it may keep the old state, too.
-    if any((runs.updates[i].applied == 1).any() for i in state.calls):
-      is_kept = ~mask & ~_find_moved(runs, overflow_outs, state)
+    if any((base_updates[i].applied == 1).any() for i in state.calls):
+      is_kept = ~mask & ~_find_moved(runs.base, skipped, state)
       waits |= bool(is_kept.any())
       masks[k] = state, mask | is_kept
   lost = _find_lost_state(masks)
@@ -179,17 +178,15 @@ def check_with_lower_scale(
     factor = np.ones(inputs[i].shape, inputs[i].dtype)
     factor.reshape(-1)[-1] = _LOWER
     inputs[i] = inputs[i] * factor
-  outs = runs.run(inputs)
-  updates = {i: x for i, x in traced.read_updates(outs).items() if x.has_run}
+  run = runs.run(inputs)
+  updates = {i: x for i, x in run.updates.items() if x.has_run}
   if any(
-    np.array_equal(x.update_scale, runs.updates[i].update_scale)
+    np.array_equal(x.update_scale, runs.base.updates[i].update_scale)
     for i, x in updates.items()
     if i not in _list_inner_updates(traced)
   ):
     return [_UNUSED_STATE]
-  masks = _match_states(
-    traced.read_states(outs), updates, "scale", np.less_equal
-  )
+  masks = _match_states(run.states, updates, "scale", np.less_equal)
   lost = _find_lost_state(masks)
   if lost is None:
     return []
@@ -203,11 +200,11 @@ def check_with_lower_scale(
 
 
 def _match_states(
-  states: Sequence[_tracing.StateRecord],
-  updates: dict[int, _tracing.UpdateRecord],
+  states: Sequence[_step_runs.StateRecord],
+  updates: dict[int, _step_runs.UpdateRecord],
   field: str,
   compare: Callable[..., Any],
-) -> list[tuple[_tracing.StateRecord, np.ndarray]]:
+) -> list[tuple[_step_runs.StateRecord, np.ndarray]]:
   """Compare states with those that their updates returned.
 
   Args:
@@ -255,8 +252,8 @@ def _match(
 
 
 def _find_lost_state(
-  masks: Sequence[tuple[_tracing.StateRecord, np.ndarray]],
-) -> _tracing.StateRecord | None:
+  masks: Sequence[tuple[_step_runs.StateRecord, np.ndarray]],
+) -> _step_runs.StateRecord | None:
   """Return a state of an `update` of which no state comes back.
 
   A step may return several states of an `update`, such as that of the best
@@ -268,26 +265,25 @@ def _find_lost_state(
 
 
 def _find_moved(
-  runs: _step_runs.StepRuns,
-  overflow_outs: Sequence[Any],
-  state: _tracing.StateRecord,
+  run: _step_runs.Run, skipped: _step_runs.Run, state: _step_runs.StateRecord
 ) -> np.ndarray:
   """Return whether an overflow changes results of the updates of a state.
 
   Args:
-    runs: the runs of the step.
-    overflow_outs: its outputs after an overflow.
+    run: the run of the step.
+    skipped: its run with an overflow.
     state: the state.
 
   Returns:
     A flag for each member of the ensemble.
   """
   shape = state.scale.shape
-  triples = zip(runs.traced.outputs, runs.outs, overflow_outs, strict=True)
   rows = [
     _host_values.find_different_rows(x, y, len(shape))
-    for output, x, y in triples
-    if output.is_trained
+    for output, x, y in zip(
+      run.traced.outputs, run.outs, skipped.outs, strict=True
+    )
+    if output.is_state
     and state.calls & output.new_updates
     and x.shape[: len(shape)] == shape
   ]

@@ -6,12 +6,13 @@ finite was not multiplied by this scale. It also runs with the gradients that
 then, they were cast to half precision.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-import functools
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
+from optax_lossscale import _arrays
+from optax_lossscale._jaxprs import _eqns, _walk
 from optax_lossscale.diagnostics import (
   _host_values,
   _outputs,
@@ -45,12 +46,6 @@ _CAST_TO_HALF = _reports.Problem(
   " after they were unscaled, so small ones are zero.",
   "Keep true gradients in float32, and add up micro-batches in float32.",
 )
-_TWO_STATES = _reports.Problem(
-  "update{update} received gradients{names} that one loss-scale state scaled"
-  " and another one unscaled: they change if one of the two scales changes.",
-  "Pass the same opt_state to ols.scale_loss and ols.unscale_grads, or"
-  " differentiate with ols.value_and_grad(loss_fn, opt_state).",
-)
 # With this factor, gradients are zero in float16, and normal in float32, even
 # if they are unscaled three times.
 _SMALL = 2.0**-40
@@ -81,17 +76,16 @@ def find_scaled_grads(runs: _step_runs.StepRuns) -> ScaledGrads:
   Args:
     runs: the runs of the step.
   """
-  traced = runs.traced
-  has_grads = bool(traced.grad_outputs)
-  if not has_grads or not _step_runs.has_finite_grads(traced, runs.outs):
+  traced, base = runs.traced, runs.base
+  if not traced.grad_outputs or not base.has_finite_grads:
     return ScaledGrads({}, [], False)
   grads = {
     i: output
     for i, output in enumerate(traced.outputs)
     if output.kind == "grads"
-    and output.group in runs.updates
-    and (runs.updates[output.group].applied == 1).any()
-    and _host_values.is_any_nonzero([runs.outs[i]])
+    and output.group in base.updates
+    and (base.updates[output.group].applied == 1).any()
+    and _host_values.is_any_nonzero([base.outs[i]])
   }
   scales = _find_scales(runs, grads)
   ratios = {
@@ -99,14 +93,17 @@ def find_scaled_grads(runs: _step_runs.StepRuns) -> ScaledGrads:
     for i, output in grads.items()
     if scales.by_grad[i]
   }
-  mistakes = list(dict.fromkeys(_find_mistakes(runs, grads, scales)))
-  unknown = grads.keys() - ratios.keys()
   is_known = all(
-    _is_fixed(traced, grads[i].group)
-    and (runs.updates[grads[i].group].update_scale == 1).all()
-    for i in unknown
+    i in ratios
+    or (
+      _is_fixed(traced, output.group)
+      and (base.updates[output.group].update_scale == 1).all()
+    )
+    for i, output in grads.items()
   )
-  return ScaledGrads(ratios, mistakes, is_known)
+  return ScaledGrads(
+    ratios, list(_find_mistakes(runs, grads, scales)), is_known
+  )
 
 
 class _Scales(NamedTuple):
@@ -125,21 +122,17 @@ def _find_scales(
   runs: _step_runs.StepRuns, grads: dict[int, _outputs.Output]
 ) -> _Scales:
   """Find out which gradients overflow with which loss scale."""
-  traced = runs.traced
-  scales = _Scales({i: set() for i in grads}, {k: set() for k in runs.updates})
-  for index in traced.scale_indices:
-    outs = (
-      runs.overflow_outs
-      if len(traced.scale_indices) == 1
-      else runs.run_with_overflow([index])
+  updates = runs.base.updates
+  scales = _Scales({i: set() for i in grads}, {k: set() for k in updates})
+  indices = runs.traced.scale_indices
+  for index in indices:
+    run = (
+      runs.overflow if len(indices) == 1 else runs.run_with_overflow([index])
     )
-    if outs is None:  # The step raises an error if a gradient overflows.
-      for grad_scales in scales.by_grad.values():
-        grad_scales.add(index)
-      continue
-    overflowing = set(_list_overflowing(traced, grads, outs))
-    for k, update in traced.read_updates(outs).items():
-      if np.array_equal(update.update_scale, runs.updates[k].update_scale):
+    # The step may raise an error if a gradient overflows.
+    overflowing = {*grads} if run is None else _find_overflowing(run, grads)
+    for k, update in run.updates.items() if run else ():
+      if np.array_equal(update.update_scale, updates[k].update_scale):
         continue
       scales.by_update[k].add(index)
       # An earlier update of this step may have decreased the scale.
@@ -150,18 +143,18 @@ def _find_scales(
   return scales
 
 
-def _list_overflowing(
-  traced: _tracing.TracedFunction,
-  grads: dict[int, _outputs.Output],
-  outs: Sequence[Any],
-) -> Iterator[int]:
-  """Yield the gradients that overflow in a run, even if it is hidden."""
-  nonfinite = {*_host_values.list_nonfinite(outs)}
+def _find_overflowing(
+  run: _step_runs.Run, grads: dict[int, _outputs.Output]
+) -> set[int]:
+  """Return the gradients that overflow in a run, even if it is hidden."""
+  nonfinite = {*_host_values.list_nonfinite(run.outs)}
   received = {grads[i].group for i in nonfinite & grads.keys()}
-  is_hidden = any(traced.outputs[i].kind == "unscaled" for i in nonfinite)
-  for i, output in grads.items():
-    if i in nonfinite or (is_hidden and output.group not in received):
-      yield i
+  is_hidden = any(run.traced.outputs[i].kind == "unscaled" for i in nonfinite)
+  return {
+    i
+    for i, output in grads.items()
+    if i in nonfinite or (is_hidden and output.group not in received)
+  }
 
 
 def _find_mistakes(
@@ -170,40 +163,24 @@ def _find_mistakes(
   scales: _Scales,
 ) -> Iterator[_reports.Problem]:
   """Yield the mistakes of all updates."""
-  replaced_outs = _replace_unscaled(runs)
-
-  @functools.cache
-  def halve_scale(index: int) -> dict[int, Any]:
-    outs = runs.run(runs.traced.scale_inputs(0.5, [index]))
-    return {i: outs[i] for i in grads}
-
-  reasons = {
-    i: _judge_grad(
-      runs, scales, i, replaced_outs and replaced_outs[i], halve_scale
+  traced = runs.traced
+  groups = {tag for tag in traced.tags.values() if tag.kind == "unscaled"}
+  small = runs.run_replaced(dict.fromkeys(groups, _SMALL)) if groups else None
+  reasons = {i: _judge_grad(runs, scales, i, small) for i in grads}
+  for mistake in _CAST_TO_HALF, _NOT_SCALED, _CONSTANT_SCALE, _OTHER_STATE:
+    affected = {i for i, reason in reasons.items() if reason == mistake}
+    if affected and mistake == _NOT_SCALED:
+      affected &= _find_after_half_backward(traced)
+    yield from _scaling_mistakes.repeat_by_update(
+      traced, mistake, affected, grads
     )
-    for i in grads
-  }
-  for mistake in (
-    _CAST_TO_HALF, _NOT_SCALED, _CONSTANT_SCALE, _OTHER_STATE, _TWO_STATES
-  ):  # fmt: skip
-    for k in sorted({output.group for output in grads.values()}):
-      names = {i: x.name for i, x in grads.items() if x.group == k}
-      affected = [name for i, name in names.items() if reasons[i] == mistake]
-      if affected:
-        yield _reports.fill_in_names(
-          mistake,
-          affected,
-          [*names.values()],
-          update=_scaling_mistakes.format_update(runs.traced, k),
-        )
 
 
 def _judge_grad(
   runs: _step_runs.StepRuns,
   scales: _Scales,
   i: int,
-  replaced: Any,
-  halve_scale: Callable[[int], dict[int, Any]],
+  small: _step_runs.Run | None,
 ) -> _reports.Problem | None:
   """Return the mistake of a gradient, without names; None if it is sound.
 
@@ -211,45 +188,46 @@ def _judge_grad(
     runs: the runs of the step.
     scales: its loss scales.
     i: the index of the gradient among the outputs.
-    replaced: its value if unscaled gradients are small.
-    halve_scale: returns the gradients if this loss scale is halved.
+    small: the run in which unscaled gradients are small, if there are any.
   """
   traced, output = runs.traced, runs.traced.outputs[i]
-  is_after_unscaling = replaced is not None and _host_values.is_any_different(
-    [(replaced, runs.outs[i])]
+  is_after_unscaling = small is not None and _host_values.is_any_different(
+    [(small.outs[i], runs.base.outs[i])]
   )
-  if is_after_unscaling and not _host_values.is_any_nonzero([replaced]):
+  if (
+    small is not None
+    and is_after_unscaling
+    and not _host_values.is_any_nonzero([small.outs[i]])
+  ):
     return _CAST_TO_HALF
   # The user may multiply the loss by a fixed scale as a constant.
   if _is_fixed(traced, output.group):
     return None
   grad_scales, own_scales = scales.by_grad[i], scales.by_update[output.group]
-  if grad_scales and own_scales:
-    if not grad_scales & own_scales:
-      return _OTHER_STATE
-    others = {*traced.scale_indices} - own_scales
-    is_changed = lambda k: any(
-      _scaling_mistakes.is_close(
-        _scaling_mistakes.measure_ratio(runs.outs[i], halve_scale(k)[i]), factor
-      )
-      for factor in (0.5, 2.0)
-    )
-    return _TWO_STATES if any(map(is_changed, others)) else None
   # The difference of parameters, as an outer optimizer receives it, has none.
   if grad_scales or output.new_updates:
-    return None
+    is_other = bool(own_scales) and grad_scales.isdisjoint(own_scales)
+    return _OTHER_STATE if grad_scales and is_other else None
   if is_after_unscaling:
     return _CONSTANT_SCALE if own_scales else None
   # A state that is no argument may scale it.
   has_scale = any(tag.kind == "scale" for tag in traced.tags.values())
-  is_unscaled = bool(traced.scale_indices) or not has_scale
-  return _NOT_SCALED if output.has_half_backward and is_unscaled else None
+  return _NOT_SCALED if traced.scale_indices or not has_scale else None
 
 
-def _replace_unscaled(runs: _step_runs.StepRuns) -> Sequence[Any] | None:
-  """Run the step with small unscaled gradients, if there are any."""
-  groups = {tag for tag in runs.traced.tags.values() if tag.kind == "unscaled"}
-  return runs.run_replaced(dict.fromkeys(groups, _SMALL)) if groups else None
+def _find_after_half_backward(traced: _tracing.TracedFunction) -> set[int]:
+  """Return the outputs that depend on float16 or float8 in a backward pass."""
+  is_half = lambda var: (
+    _arrays.is_inexact(var.aval) and _arrays.has_narrow_range(var.aval.dtype)
+  )
+  return traced.regions.find_outputs(
+    [
+      visit.path
+      for visit in _walk.walk(traced.closed_jaxpr, _eqns.subjaxprs)
+      if any(map(is_half, visit.eqn.outvars))
+      and visit.stack_location.is_backward
+    ]
+  )
 
 
 def _is_fixed(traced: _tracing.TracedFunction, group: int) -> bool:

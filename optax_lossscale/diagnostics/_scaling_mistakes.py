@@ -3,11 +3,11 @@
 * ``check_hidden_overflow`` and ``check_needless_skip`` read flags of a run:
   ``update`` received each nonfinite gradient that ``value_and_grad``
   returned, and skipped no step with finite gradients.
-* ``check_scale_invariance`` runs the step with other loss scales: a gradient
-  that is unscaled exactly once stays the same.
+* ``ScaleRuns`` runs the step with other loss scales: a gradient that is
+  unscaled exactly once stays the same.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import functools
 from typing import Any
 
@@ -16,10 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _arrays
-from optax_lossscale._jaxprs import _eqns, _walk
 from optax_lossscale.diagnostics import (
   _host_values,
-  _outputs,
   _reports,
   _step_runs,
   _tracing,
@@ -45,6 +43,12 @@ _DEPENDS_ON_SCALE = _reports.Problem(
   " 2**{log2_scale}. Something is added to, or cut off from, the loss or the"
   " gradients while they are scaled.",
   "Change them after ols.value_and_grad has unscaled them.",
+)
+_TWO_STATES = _reports.Problem(
+  "update{update} received gradients{names} that one loss-scale state scaled"
+  " and another one unscaled: they change if one of the two scales changes.",
+  "Pass the same opt_state to ols.scale_loss and ols.unscale_grads, or"
+  " differentiate with ols.value_and_grad(loss_fn, opt_state).",
 )
 UPDATE_NOT_RUN = _reports.Problem(
   "update did not run in this step, since its branch was not taken.",
@@ -74,155 +78,142 @@ _EXACT_TOLERANCE = 1e-3
 _FAR_LOG2_SCALES = (-16, -8, 8)
 
 
-# The outputs of a step by their indices: all of them, or some.
-Outs = Sequence[Any] | Mapping[int, Any]
-RunFn = Callable[[list[Any]], Outs]
-
-
-def check_hidden_overflow(
-  traced: _tracing.TracedFunction, outs: Sequence[Any]
-) -> list[_reports.Problem]:
-  """Check that no overflow is hidden from the updates that ran in a step.
-
-  Args:
-    traced: the step.
-    outs: its outputs.
-
-  Returns:
-    Mistakes; empty if the step is correct.
-  """
-  updates = traced.read_updates(outs).values()
-  unscaled_grads = traced.select_kind(outs, "unscaled")
-  has_overflow = not _host_values.all_finite(unscaled_grads)
+def check_hidden_overflow(run: _step_runs.Run) -> list[_reports.Problem]:
+  """Check that no overflow is hidden from the updates that ran in a step."""
+  has_overflow = not _host_values.all_finite(run.select("unscaled"))
   # If any `update` skipped its step, it may have received the overflow. If one
   # did not run, such as behind an accumulation, it may receive the overflow in
   # a later step. So the overflow is only hidden if all updates were applied.
-  is_applied = all((x.applied == 1).all() for x in updates)
-  return [_HIDDEN_OVERFLOW] if updates and has_overflow and is_applied else []
+  is_applied = all((x.applied == 1).all() for x in run.updates.values())
+  is_hidden = bool(run.updates) and has_overflow and is_applied
+  return [_HIDDEN_OVERFLOW] if is_hidden else []
 
 
-def check_needless_skip(runs: _step_runs.StepRuns) -> list[_reports.Problem]:
+def check_needless_skip(run: _step_runs.Run) -> list[_reports.Problem]:
   """Check that no `update` skipped a step whose outputs are finite."""
-  is_skipped = any(update.has_skipped for update in runs.updates.values())
+  is_skipped = any(update.has_skipped for update in run.updates.values())
   return [_NEEDLESS_SKIP] if is_skipped else []
 
 
-def check_scale_invariance(
-  traced: _tracing.TracedFunction,
-  ratios: Mapping[int, float],
-  run_step: RunFn,
-  outs: Outs,
-  *,
-  is_exact: bool,
-) -> list[_reports.Problem]:
-  """Check by measurement that no gradient depends on the loss scale.
+class ScaleRuns:
+  """Runs of a step that show how its gradients change with a loss scale.
 
-  The step runs with a half and with a quarter of each loss scale. Both are
-  needed to distinguish a mistake from gradients that underflow. If gradients
-  cannot underflow, it also runs with scales that are far away. A further run
-  with the same inputs finds gradients that differ without a reason, such as
-  rounding noise, or gradients of another batch: they are not judged.
+  A run with the same inputs finds gradients that differ without a reason, such
+  as rounding noise, or gradients of another batch: they are not judged.
 
   Args:
     traced: the step.
     ratios: for each gradient to judge, by the index of its output, the factor
       by which a sound gradient changes if the loss scale halves.
-    run_step: a function from the inputs of the step to its outputs.
+    run_step: a function from the inputs of the step to its outputs, which have
+      an item for each gradient.
     outs: the outputs of the step.
     is_exact: whether gradients cannot underflow, as in a step without half
       precision. Only then are ratios reported that are not powers of two.
-
-  Returns:
-    Mistakes; empty if the step is correct.
   """
-  if not ratios or not traced.scale_indices:
-    return []
-  check = functools.partial(
-    _check_invariance, traced, ratios, run_step, outs, is_exact
-  )
-  # A sum of scaled gradients of earlier calls changes with the loss scale.
-  sums = [
-    i
-    for i in traced.flow.before_gradients - traced.flow.in_loss
-    if _arrays.is_inexact(traced.inputs[i])
-  ]
-  scales = traced.scale_indices
-  mistakes = check(scales)
-  return check([*scales, *sums]) and mistakes if sums else mistakes
 
+  def __init__(
+    self,
+    traced: _tracing.TracedFunction,
+    ratios: Mapping[int, float],
+    run_step: Callable[[list[Any]], Any],
+    outs: Any,
+    *,
+    is_exact: bool,
+  ) -> None:
+    self._traced, self._ratios, self._run_step = traced, ratios, run_step
+    self._outs, self._is_exact = outs, is_exact
 
-def _check_invariance(
-  traced: _tracing.TracedFunction,
-  ratios: Mapping[int, float],
-  run_step: RunFn,
-  outs: Outs,
-  is_exact: bool,
-  scaled_inputs: Collection[int],
-) -> list[_reports.Problem]:
-  """Check that gradients stay the same if these inputs are multiplied.
+  def check_invariance(self) -> list[_reports.Problem]:
+    """Check that no gradient depends on the loss scale.
 
-  All other arguments are those of :func:`check_scale_invariance`.
-  """
-  grad_outputs = [traced.outputs[i] for i in ratios]
-  grads = [outs[i] for i in ratios]
-  log2_ratios = np.log2(np.array([*ratios.values()]))
+    The step runs with a half and with a quarter of each loss scale. Both are
+    needed to distinguish a mistake from gradients that underflow. If gradients
+    cannot underflow, it also runs with scales that are far away.
+    """
+    flow, scales = self._traced.flow, self._traced.scale_indices
+    if not self._ratios or not scales:
+      return []
+    # A sum of scaled gradients of earlier calls changes with the loss scale.
+    sums = [
+      i
+      for i in flow.before_gradients - flow.in_loss
+      if _arrays.is_inexact(self._traced.inputs[i])
+    ]
+    mistakes = list(self._judge(scales))
+    return [*self._judge([*scales, *sums])] and mistakes if sums else mistakes
 
-  def measure_at(log2_scale: int) -> np.ndarray:
-    """Return how much the gradients change: ratio and error of each."""
-    inputs = traced.scale_inputs(2.0**log2_scale, scaled_inputs)
-    changed_outs = run_step(inputs)
-    changed_grads = [changed_outs[i] for i in ratios]
-    pairs = zip(grads, changed_grads, strict=True)
-    rows = _host_values.to_host([_measure_change(x, y) for x, y in pairs])
-    changes = np.array(rows, np.float64)
-    # A sound gradient of a scaled loss changes with the loss scale.
-    changes[:, 0] *= 2.0 ** (log2_scale * log2_ratios)
-    return changes
-
-  is_stable = measure_at(0)[:, 1] < _EXACT_TOLERANCE
-  log2_scales = (-1, -2, *(_FAR_LOG2_SCALES if is_exact else ()))
-  changes = {
-    k: np.where(is_stable, measure_at(k)[:, 0], np.nan) for k in log2_scales
-  }
-  return list(
-    dict.fromkeys(_judge_ratios(traced, grad_outputs, changes, is_exact))
-  )
-
-
-def _judge_ratios(
-  traced: _tracing.TracedFunction,
-  grad_outputs: list[_outputs.Output],
-  ratios: dict[int, np.ndarray],
-  is_exact: bool,
-) -> Iterable[_reports.Problem]:
-  """Yield the mistakes that explain how gradients change with the loss scale.
-
-  Args:
-    traced: the step.
-    grad_outputs: the gradients.
-    ratios: for each log2 of a factor on the loss scale, the factor by which
-      each gradient changes, over the expected one; NaN if it is unknown;
-      float64[gradients].
-    is_exact: see :func:`check_scale_invariance`.
-  """
-  is_explained = np.zeros(len(grad_outputs), bool)
-  for mistake, power in (_NEVER_UNSCALED, 1), (_UNSCALED_TWICE, -1):
-    is_affected = is_close(ratios[-1], 2.0**-power) & is_close(
-      ratios[-2], 4.0**-power
+  def check_states(self) -> list[_reports.Problem]:
+    """Check that no single one of several loss scales changes a gradient."""
+    scales = self._traced.scale_indices
+    affected: set[int] = set()
+    for i in scales if self._ratios and len(scales) > 1 else ():
+      ratios = self._measure(-1, [i])
+      affected |= {k for k, x in ratios.items() if is_power(x, 1)}
+      affected |= {k for k, x in ratios.items() if is_power(x, -1)}
+    return list(
+      repeat_by_update(self._traced, _TWO_STATES, affected, self._ratios)
     )
-    is_explained |= is_affected
-    yield from _repeat_by_update(traced, mistake, grad_outputs, is_affected)
-  for log2_scale, ratio in ratios.items() if is_exact else ():
-    is_affected = (np.abs(ratio - 1) > _EXACT_TOLERANCE) & ~is_explained
-    is_explained |= is_affected
-    yield from _repeat_by_update(
-      traced,
-      _DEPENDS_ON_SCALE,
-      grad_outputs,
-      is_affected,
-      log2_scale=log2_scale,
-      factor=ratio[is_affected].max(initial=0),
-    )
+
+  def _judge(self, scaled_inputs: Sequence[int]) -> Iterator[_reports.Problem]:
+    """Yield mistakes that explain how gradients change with these inputs."""
+    repeat = functools.partial(repeat_by_update, self._traced)
+    halved, quartered = (self._measure(k, scaled_inputs) for k in (-1, -2))
+    explained: set[int] = set()
+    for mistake, power in (_NEVER_UNSCALED, 1), (_UNSCALED_TWICE, -1):
+      affected = {
+        i
+        for i in self._ratios
+        if is_power(halved[i], power) and is_power(quartered[i], 2 * power)
+      }
+      explained |= affected
+      yield from repeat(mistake, affected, self._ratios)
+    for log2_scale in (-1, -2, *_FAR_LOG2_SCALES) if self._is_exact else ():
+      ratios = self._measure(log2_scale, scaled_inputs)
+      affected = {
+        i for i, x in ratios.items() if abs(x - 1) > _EXACT_TOLERANCE
+      } - explained
+      explained |= affected
+      factor = max((ratios[i] for i in affected), default=0.0)
+      yield from repeat(
+        _DEPENDS_ON_SCALE,
+        affected,
+        self._ratios,
+        log2_scale=log2_scale,
+        factor=factor,
+      )
+
+  def _measure(
+    self, log2_scale: int, scaled_inputs: Sequence[int]
+  ) -> dict[int, float]:
+    """Return how much gradients change if inputs are multiplied.
+
+    The factor is over the one of a sound gradient. It is NaN if it is unknown.
+    """
+    changes = self._compare(log2_scale, scaled_inputs)[:, 0]
+    ratios = np.array([*self._ratios.values()])
+    factors = np.where(self._is_stable, changes * ratios**log2_scale, np.nan)
+    return dict(zip(self._ratios, factors.tolist(), strict=True))
+
+  @functools.cached_property
+  def _is_stable(self) -> np.ndarray:
+    """Whether each gradient is the same in another run; bool[gradients]."""
+    mask: np.ndarray = self._compare(0, ())[:, 1] < _EXACT_TOLERANCE
+    return mask
+
+  def _compare(
+    self, log2_scale: int, scaled_inputs: Sequence[int]
+  ) -> np.ndarray:
+    """Return the ratio and the error of each gradient; float64[gradients, 2].
+
+    Args:
+      log2_scale: log2 of the factor on the inputs.
+      scaled_inputs: the inputs that are multiplied.
+    """
+    inputs = self._traced.scale_inputs(2.0**log2_scale, scaled_inputs)
+    outs = self._run_step(inputs)
+    rows = [_measure_change(self._outs[i], outs[i]) for i in self._ratios]
+    return np.array(_host_values.to_host(rows), np.float64)
 
 
 @jax.jit
@@ -240,44 +231,44 @@ def _measure_change(x: Any, y: Any) -> jax.Array:
   return jnp.stack([jnp.sum(jnp.real(x.conj() * y)) / norm, error])
 
 
-def measure_ratio(x: Any, y: Any) -> np.ndarray:
-  """Return the factor by which a gradient changed; float32[]."""
-  ratio: np.ndarray = _host_values.to_host(_measure_change(x, y))[0]
-  return ratio
+def measure_ratio(x: Any, y: Any) -> float:
+  """Return the factor by which a gradient changed."""
+  return float(_host_values.to_host(_measure_change(x, y))[0])
 
 
-def is_close(ratio: Any, factor: float) -> Any:
-  """Return whether a ratio is a factor but for rounding errors."""
-  return np.abs(ratio / factor - 1) < _RATIO_TOLERANCE
+def is_power(ratio: float, power: int) -> bool:
+  """Return whether a ratio is a power of a half but for rounding errors."""
+  return abs(ratio * 2.0**power - 1) < _RATIO_TOLERANCE
 
 
-def _repeat_by_update(
+def repeat_by_update(
   traced: _tracing.TracedFunction,
   mistake: _reports.Problem,
-  grads: list[_outputs.Output],
-  is_affected: np.ndarray,
+  affected: Collection[int],
+  grads: Collection[int],
   **kwargs: Any,
-) -> Iterable[_reports.Problem]:
-  """Return the mistake for each `update` that receives affected gradients."""
-  for group in dict.fromkeys(out.group for out in grads):
-    indices = [i for i, out in enumerate(grads) if out.group == group]
-    all_names = [grads[i].name for i in indices]
-    names = [grads[i].name for i in indices if is_affected[i]]
-    if names:
-      update = format_update(traced, group)
+) -> Iterator[_reports.Problem]:
+  """Yield the mistake for each `update` that receives affected gradients.
+
+  Args:
+    traced: the step.
+    mistake: the mistake, without names.
+    affected: the indices of the outputs that are affected gradients.
+    grads: those of all gradients that were judged.
+    **kwargs: further parts of the text.
+  """
+  names: dict[int, dict[int, str]] = {}
+  for i in grads:
+    output = traced.outputs[i]
+    names.setdefault(output.group, {})[i] = output.name
+  has_several = len({output.group for output in traced.grad_outputs}) > 1
+  for group, group_names in names.items():
+    affected_names = [x for i, x in group_names.items() if i in affected]
+    if affected_names:
       yield _reports.fill_in_names(
-        mistake, names, all_names, update=update, **kwargs
+        mistake,
+        affected_names,
+        [*group_names.values()],
+        update=f" [{group}]" * has_several,
+        **kwargs,
       )
-
-
-def format_update(traced: _tracing.TracedFunction, group: int) -> str:
-  """Return the number of an update for a message; empty if there is one."""
-  groups = {output.group for output in traced.grad_outputs}
-  return f" [{group}]" if len(groups) > 1 else ""
-
-
-def has_narrow_range_eqn(closed_jaxpr: _eqns.ClosedJaxpr) -> bool:
-  """Return whether a program computes in float16 or float8."""
-  has_half_output = lambda eqn: any(map(_outputs.is_half_var, eqn.outvars))
-  search = _walk.EqnSearch(has_half_output, _eqns.subjaxprs)
-  return search.any_in_jaxpr(closed_jaxpr.jaxpr)

@@ -17,14 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _checks, _tags
+from optax_lossscale import _checks
 from optax_lossscale._jaxprs import (
   _entry_flow,
   _eqns,
   _higher_order,
   _regions,
   _tagged_values,
-  _walk,
 )
 from optax_lossscale.diagnostics import (
   _flat_call,
@@ -33,48 +32,6 @@ from optax_lossscale.diagnostics import (
   _outputs,
   _progress,
 )
-
-
-class UpdateRecord(NamedTuple):
-  """A call of `update` in a run, as arrays on the host.
-
-  Those of a loop are stacked.
-
-  Attributes:
-    applied: 1 or 0, or -1 if the call did not run.
-    update_scale: the loss scale that it received.
-    new_scale: the loss scale that it returned.
-    new_skip_count: the number of skipped steps that it returned.
-  """
-
-  applied: np.ndarray
-  update_scale: np.ndarray
-  new_scale: np.ndarray
-  new_skip_count: np.ndarray
-
-  @property
-  def has_run(self) -> bool:
-    """Whether it ran."""
-    return bool((self.applied >= 0).any())
-
-  @property
-  def has_skipped(self) -> bool:
-    """Whether it skipped a step."""
-    return bool((self.applied == 0).any())
-
-
-class StateRecord(NamedTuple):
-  """A loss-scale state that a step returned, as arrays on the host.
-
-  Attributes:
-    calls: the calls of `update` whose loss scale may have reached it.
-    scale: its loss scale.
-    skip_count: its number of skipped steps.
-  """
-
-  calls: frozenset[int]
-  scale: np.ndarray
-  skip_count: np.ndarray
 
 
 class TracedFunction(NamedTuple):
@@ -94,9 +51,8 @@ class TracedFunction(NamedTuple):
       of the inputs.
     lowest_scale: the lowest loss scale that all policies allow; None if it is
       unknown.
-    regions: what its outputs depend on; None if the arguments are shapes.
-    tags: the tags of the program by position; empty if the arguments are
-      shapes.
+    regions: what its outputs depend on.
+    tags: the tags of the program by position.
     flow: the sources of its results.
     has_update: whether it calls the `update` of `with_loss_scaling`.
   """
@@ -109,55 +65,19 @@ class TracedFunction(NamedTuple):
   cond_branch_locations: list[str]
   scale_indices: tuple[int, ...]
   lowest_scale: float | None
-  regions: _regions.Regions | None
+  regions: _regions.Regions
   tags: Mapping[_regions.Key, _outputs.TagGroup]
   flow: _entry_flow.EntryFlow
   has_update: bool
 
-  def get_regions(self) -> _regions.Regions:
-    """Return the regions of a function with concrete arguments."""
-    assert self.regions is not None
-    return self.regions
-
   @property
   def grad_outputs(self) -> list[_outputs.Output]:
     """The gradients that an optimizer receives."""
-    return [output for output in self.outputs if output.kind == "grads"]
+    return self.list_outputs("grads")
 
-  def read_updates(self, outs: Sequence[Any]) -> dict[int, "UpdateRecord"]:
-    """Return the record of each call of `update`, by its number."""
-    values: dict[int, dict[str, Any]] = {}
-    for output, x in zip(self.outputs, outs, strict=True):
-      if output.kind in UpdateRecord._fields:
-        values.setdefault(output.group, {})[output.kind] = x
-    return {
-      call: UpdateRecord(**record)
-      for call, record in _host_values.to_host(values).items()
-      if len(record) == len(UpdateRecord._fields)
-    }
-
-  def read_states(self, outs: Sequence[Any]) -> list["StateRecord"]:
-    """Return the loss-scale states among the results."""
-    states = {
-      x.group: x.new_scales for x in self.outputs if x.kind == "state_scale"
-    }
-    scales, counts = map(
-      functools.partial(self.read_kind, outs),
-      ("state_scale", "state_skip_count"),
-    )
-    return list(map(StateRecord, states.values(), scales, counts))
-
-  def select_kind(self, outs: Sequence[Any], kind: str) -> list[Any]:
-    """Return the values of the outputs of one kind."""
-    pairs = zip(outs, self.outputs, strict=True)
-    return [x for x, output in pairs if output.kind == kind]
-
-  def read_kind(self, outs: Sequence[Any], kind: str) -> list[np.ndarray]:
-    """Return the values of the outputs of one kind, on the host."""
-    values: list[np.ndarray] = _host_values.to_host(
-      self.select_kind(outs, kind)
-    )
-    return values
+  def list_outputs(self, kind: str) -> list[_outputs.Output]:
+    """Return the outputs of one kind."""
+    return [output for output in self.outputs if output.kind == kind]
 
   def scale_inputs(
     self, factor: Any, indices: Collection[int] | None = None
@@ -188,7 +108,6 @@ def trace_on_host(
   kwargs: Any,
   *,
   progress: bool,
-  check_results: bool = False,
 ) -> Iterator[tuple[TracedFunction, _progress.ProgressLine]]:
   """Trace a function, and set the context in which to run its jaxpr.
 
@@ -201,7 +120,6 @@ def trace_on_host(
     args: its arguments.
     kwargs: its keyword arguments.
     progress: whether to write a progress line.
-    check_results: see :func:`trace`.
 
   Yields:
     The :class:`TracedFunction`, and the progress line.
@@ -219,14 +137,7 @@ def trace_on_host(
     jax.debug_key_reuse(False),
     jax.disable_jit(False),
   ):
-    traced = trace(
-      caller,
-      fun,
-      args,
-      kwargs,
-      allow_abstract=False,
-      check_results=check_results,
-    )
+    traced = trace(caller, fun, args, kwargs, allow_abstract=False)
     _check_no_dropped_scans(caller, traced.closed_jaxpr)
     with _set_explicit_mesh(traced.inputs):
       yield traced, progress_line
@@ -255,7 +166,6 @@ def trace(
   kwargs: Any,
   *,
   allow_abstract: bool,
-  check_results: bool = False,
 ) -> TracedFunction:
   """Trace a function once, with its arrays as inputs of the jaxpr.
 
@@ -267,8 +177,6 @@ def trace(
     args: its arguments.
     kwargs: its keyword arguments.
     allow_abstract: whether arguments may be ``jax.ShapeDtypeStruct``.
-    check_results: whether to add the outputs that show what becomes of the
-      results of ``update``.
 
   Returns:
     A :class:`TracedFunction`.
@@ -280,33 +188,28 @@ def trace(
   hint = f" Write {caller}(fun, *args), not {caller}(fun(*args))."
   _checks.check_callable("fun", fun, hint=hint)
   fun, args, kwargs = _unwrap_partials(fun, args, kwargs)
-  call = _flat_call.FlatCall(fun, args, kwargs, check_results)
+  call = _flat_call.FlatCall(fun, args, kwargs)
   inputs, input_names = call.inputs, call.input_names
   _check_inputs(caller, input_names, inputs, allow_abstract)
   trace_fun = lambda fun: jax.make_jaxpr(functools.partial(call, fun))(*inputs)
   closed_jaxpr = _outputs.number_calls(_trace_or_unwrap(caller, fun, trace_fun))
   step = _gradient_tags.tag_gradients(closed_jaxpr, input_names)
   harvest = _tagged_values.harvest_tagged_values(
-    step.closed_jaxpr,
-    functools.partial(_outputs.get_capture_fn, check_results),
-    _outputs.is_optional_tag,
+    step.closed_jaxpr, _outputs.get_capture_fn, _outputs.is_optional_tag
   )
   closed_jaxpr = harvest.closed_jaxpr
   # A Ref in the arguments is copied, but one in a closure would be mutated.
   _check_no_ref_consts(closed_jaxpr)
-  outputs = [*call.outputs, *_outputs.as_outputs(harvest.tags)]
-  regions, tags = None, {}
-  if not allow_abstract:
-    regions = _regions.find_regions(closed_jaxpr, _host_values.is_finite)
-    tags = _outputs.list_tags(regions)
-    outputs = _outputs.describe_dependence(
-      closed_jaxpr, outputs, regions, tags, step.flow
-    )
-  if check_results:
-    jaxpr = closed_jaxpr.jaxpr
-    outputs = _outputs.distinguish_metrics(
-      outputs, jaxpr.outvars, input_names, jaxpr.invars
-    )
+  regions = _regions.find_regions(closed_jaxpr, _host_values.is_finite)
+  tags = _outputs.list_tags(regions)
+  outputs = _outputs.describe_outputs(
+    closed_jaxpr,
+    [*call.outputs, *_outputs.as_outputs(harvest.tags)],
+    input_names,
+    regions,
+    tags,
+    step.flow,
+  )
   return TracedFunction(
     closed_jaxpr,
     inputs,
@@ -315,23 +218,12 @@ def trace(
     harvest.unreached_labels,
     harvest.cond_labels,
     call.scale_indices,
-    _find_lowest_scale(closed_jaxpr),
+    step.lowest_scale,
     regions,
     tags,
     step.flow,
     step.has_update,
   )
-
-
-def _find_lowest_scale(closed_jaxpr: _eqns.ClosedJaxpr) -> float | None:
-  """Return the lowest loss scale that the policies of all updates allow."""
-  lowest_scales = []
-  for visit in _walk.walk(closed_jaxpr, _eqns.subjaxprs):
-    tag = _tags.parse_tag(_tagged_values.get_tag(visit.eqn) or "")
-    if tag is not None and "update_scale" in tag.kind and tag.path:
-      with contextlib.suppress(ValueError):  # The lowest scale is unknown.
-        lowest_scales.append(float(tag.path))
-  return max(lowest_scales, default=None)
 
 
 def _unwrap_partials(

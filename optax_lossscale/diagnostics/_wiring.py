@@ -10,20 +10,18 @@ loss scale is an input, so nothing is compiled for it.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from optax_lossscale.diagnostics import (
   _applied_updates,
   _carried_arrays,
   _host_values,
   _outputs,
-  _param_sums,
   _reports,
   _returned_states,
   _scaled_grads,
   _scaling_mistakes,
   _step_runs,
-  _tracing,
 )
 from optax_lossscale.diagnostics._overflow import _find_overflow
 from optax_lossscale.diagnostics._precision import _compare_precision
@@ -65,6 +63,9 @@ _UNKNOWN_SCALE = (
   " are arguments of the step, or scaled by a constant)"
 )
 
+# With one of these, a condition keeps what the step should return.
+_KEPT = {_applied_updates.KEPT_BACK, _returned_states.WAITS}
+
 # The range of powers of two by which a loss scale is raised until it is too
 # large. Far beyond, all gradients are NaN.
 _LOG2_INCREASES = range(3, 34, 3)
@@ -82,8 +83,8 @@ class Wiring(NamedTuple):
   """
 
   problems: list[_reports.Problem]
-  limitations: Sequence[str]
-  passed: Sequence[str]
+  limitations: list[str]
+  passed: list[str]
   has_run: bool
   knows_scales: bool
 
@@ -100,152 +101,124 @@ def check_wiring(
     comparison: its comparison with float32, if it was compared.
     carried: the results that replace arguments.
   """
-  traced, runs = search.runs.traced, search.runs
+  runs = search.runs
+  traced, base = runs.traced, runs.base
   if not traced.has_update:
     # Gradients of a branch that is not taken are placeholders of zeros.
     has_run = not traced.cond_branch_locations or _host_values.is_any_nonzero(
-      traced.select_kind(runs.outs, "grads")
+      base.select("grads")
     )
     return Wiring([], [_NO_UPDATE], [], has_run=has_run, knows_scales=False)
   has_overflow = search.origin is not None
-  scaled_grads = _scaled_grads.find_scaled_grads(search.finite_runs)
-  returned = _check_returned_values(search.finite_runs, runs.outs, carried)
-  mistakes = [*returned.mistakes, *scaled_grads.mistakes]
-  has_run = any(update.has_run for update in runs.updates.values())
+  has_run = bool(_list_ran(base))
+  finite_runs = search.finite_runs
+  findings: list[_reports.Problem | str] = []
+  passed: list[str] = []
+  if _list_ran(finite_runs.base) and not traced.unreached_locations:
+    findings += _check_returned_values(finite_runs, base, carried)
+    if _KEPT.isdisjoint(findings) and not _list_problems(findings):
+      passed.append(
+        "the new parameters and the new loss-scale state are returned"
+      )
+  scaled_grads = _scaled_grads.find_scaled_grads(finite_runs)
+  findings += scaled_grads.mistakes
   if has_run:
-    mistakes += _scaling_mistakes.check_hidden_overflow(traced, runs.outs)
-  elif runs.updates and has_overflow:
+    findings += _scaling_mistakes.check_hidden_overflow(base)
+  elif base.updates and has_overflow:
     # A step may skip update on purpose, for example to accumulate gradients. It
     # is a problem only together with an overflow: the branch may test for it.
-    mistakes.append(_scaling_mistakes.UPDATE_NOT_RUN)
+    findings.append(_scaling_mistakes.UPDATE_NOT_RUN)
   if not has_overflow:
-    mistakes += _scaling_mistakes.check_needless_skip(runs)
-  if comparison is not None:
-    mistakes += _scaling_mistakes.check_scale_invariance(
-      traced,
-      scaled_grads.ratios,
-      comparison.run,
-      comparison.outs,
-      is_exact=comparison.is_exact,
-    )
-  elif not has_overflow:
-    mistakes += _scaling_mistakes.check_scale_invariance(
-      traced,
-      scaled_grads.ratios,
-      runs.run,
-      runs.outs,
-      is_exact=not _scaling_mistakes.has_narrow_range_eqn(traced.closed_jaxpr),
-    )
-  # The mistakes above explain better what is wrong with the parameters.
-  if has_run and not mistakes:
-    mistakes += _param_sums.check_unused(search.finite_runs, carried)
-    mistakes += _applied_updates.check_crossed(search.finite_runs, carried)
+    findings += _scaling_mistakes.check_needless_skip(base)
+  scale_runs = _scaling_mistakes.ScaleRuns(
+    traced,
+    {} if comparison is None and has_overflow else scaled_grads.ratios,
+    comparison.run if comparison else lambda inputs: runs.run(inputs).outs,
+    comparison.outs if comparison else base.outs,
+    # Without a comparison, no half precision leads to a gradient.
+    is_exact=comparison is None or comparison.is_exact,
+  )
+  findings += scale_runs.check_invariance()
+  # The mistakes above explain better what is wrong.
+  if has_run and not _list_problems(findings):
+    findings += scale_runs.check_states()
+    findings += _applied_updates.check_unused(finite_runs, carried)
+    findings += _applied_updates.check_crossed(finite_runs, carried)
     if scaled_grads.ratios and scaled_grads.is_known:
-      mistakes += _applied_updates.check_scaled(search.finite_runs, carried)
-  limitations = list(returned.limitations)
+      findings += _applied_updates.check_scaled(finite_runs, carried)
   if has_overflow:
-    limitations.append(_NOT_FINITE)
+    findings.append(_NOT_FINITE)
   elif not scaled_grads.is_known:
-    limitations.append(_UNKNOWN_SCALE)
+    findings.append(_UNKNOWN_SCALE)
   return Wiring(
-    problems=list(dict.fromkeys(mistakes)),
-    limitations=limitations,
-    passed=returned.passed,
-    has_run=has_run or not runs.updates,
+    problems=list(dict.fromkeys(_list_problems(findings))),
+    limitations=[x for x in findings if isinstance(x, str)],
+    passed=passed,
+    has_run=has_run or not base.updates,
     knows_scales=bool(scaled_grads.ratios) and scaled_grads.is_known,
   )
 
 
-class _ReturnedValues(NamedTuple):
-  """The result of the checks of what a step returns.
+def _list_problems(
+  findings: Sequence[_reports.Problem | str],
+) -> list[_reports.Problem]:
+  return [x for x in findings if isinstance(x, _reports.Problem)]
 
-  Attributes:
-    mistakes: what the step returns wrongly.
-    limitations: what could not be checked, in sentences.
-    passed: what the step returns correctly, in sentences.
-  """
 
-  mistakes: Sequence[_reports.Problem] = ()
-  limitations: Sequence[str] = ()
-  passed: Sequence[str] = ()
+def _list_ran(run: _step_runs.Run) -> list[int]:
+  """Return the updates that ran."""
+  return [i for i, update in run.updates.items() if update.has_run]
 
 
 def _check_returned_values(
   runs: _step_runs.StepRuns,
-  outs_of_args: Sequence[Any],
+  called: _step_runs.Run,
   carried: Sequence[_carried_arrays.Carried],
-) -> _ReturnedValues:
+) -> Sequence[_reports.Problem | str]:
   """Check what a step returns after an applied and after a skipped step.
 
   Args:
     runs: the runs of the step, with finite gradients if possible.
-    outs_of_args: its outputs for its arguments, whose loss scale may be too
-      high.
+    called: its run with its arguments, whose loss scale may be too high.
     carried: the results that replace arguments.
+
+  Returns:
+    Mistakes, and sentences on what could not be checked.
   """
-  traced = runs.traced
-  ran_indices = [i for i, update in runs.updates.items() if update.has_run]
-  if traced.unreached_locations or not ran_indices:
-    return _ReturnedValues()
+  ran_indices = _list_ran(runs.base)
   mistakes = [
     *_returned_states.check_dependence(runs, ran_indices),
-    *_applied_updates.check_dependence(runs, ran_indices),
+    *_applied_updates.check_dependence(runs, carried, ran_indices),
   ]
   if {_returned_states.NO_STATE, _applied_updates.NO_PARAMS} == {*mistakes}:
-    mistakes = [_NOTHING_RETURNED]
+    return [_NOTHING_RETURNED]
   if mistakes:
-    return _ReturnedValues(mistakes)
-  passed = ["the new parameters and the new loss-scale state are returned"]
+    return mistakes
   subject = "what the step returns after an overflow"
-  if not traced.scale_indices:
-    reason = "its loss scale is not among its arguments"
-    return _ReturnedValues([], [f"{subject}, since {reason}"], passed)
-  if runs.skipped_outs is None:
-    reason = "it raises an error then"
-    return _ReturnedValues([], [f"{subject}, since {reason}"], passed)
-  return _check_runs(runs, runs.skipped_outs, outs_of_args, carried, passed)
-
-
-def _check_runs(
-  runs: _step_runs.StepRuns,
-  overflow_outs: Sequence[Any],
-  outs_of_args: Sequence[Any],
-  carried: Sequence[_carried_arrays.Carried],
-  passed: Sequence[str],
-) -> _ReturnedValues:
-  """Check a step by its runs with other loss scales.
-
-  Args:
-    runs: the runs of the step.
-    overflow_outs: its outputs after an overflow.
-    outs_of_args: its outputs for its arguments.
-    carried: the results that replace arguments.
-    passed: what is said of a step without mistakes.
-  """
+  if not runs.traced.scale_indices:
+    return [f"{subject}, since its loss scale is not among its arguments"]
+  if runs.skipped is None:
+    return [f"{subject}, since it raises an error then"]
   findings = [
-    *_scaling_mistakes.check_hidden_overflow(runs.traced, overflow_outs),
-    *_returned_states.check_after_overflow(runs, overflow_outs),
-    *_applied_updates.check_changes(runs, overflow_outs),
-    *_param_sums.check_sums(runs, carried),
-    *_check_copies(runs.traced, outs_of_args),
-    *_check_nan_state(runs, overflow_outs, carried),
+    *_scaling_mistakes.check_hidden_overflow(runs.skipped),
+    *_returned_states.check_after_overflow(runs, runs.skipped),
+    *_applied_updates.check_changes(runs, carried, runs.skipped),
+    *_check_copies(called),
+    *_check_nan_state(runs, runs.skipped, carried),
   ]
-  mistakes = [x for x in findings if isinstance(x, _reports.Problem)]
   # An accumulator around the wrapper causes the other mistakes.
-  if _returned_states.MULTI_STEPS in mistakes:
-    mistakes = [_returned_states.MULTI_STEPS]
+  if _returned_states.MULTI_STEPS in findings:
+    return [_returned_states.MULTI_STEPS]
+  if _list_problems(findings):
+    return findings
   # Further runs, which are not needed if there is a mistake.
-  mistakes = (
-    mistakes
-    or _returned_states.check_with_lower_scale(runs)
-    or _check_larger_scales(runs)
-  )
-  limitations = [x for x in findings if isinstance(x, str)]
-  is_kept = not {
-    _applied_updates.KEPT_BACK, _returned_states.WAITS
-  }.isdisjoint(limitations)  # fmt: skip
-  passed = [] if mistakes or is_kept else passed
-  return _ReturnedValues(mistakes, limitations, passed)
+  return [
+    *findings,
+    *(
+      _returned_states.check_with_lower_scale(runs)
+      or _check_larger_scales(runs)
+    ),
+  ]
 
 
 def _check_larger_scales(
@@ -256,30 +229,24 @@ def _check_larger_scales(
   These are inf, which clipping makes finite. With a loss scale of inf they are
   NaN.
   """
-  traced = runs.traced
-  unscaled = [
-    (i, x.group) for i, x in enumerate(traced.outputs) if x.kind == "unscaled"
-  ]
-  groups = {group for _, group in unscaled}
+  groups = [x.group for x in runs.traced.list_outputs("unscaled")]
   for log2_increase in _LOG2_INCREASES if groups else ():
-    outs = runs.run_with_factor(2.0**log2_increase)
-    if any(x.has_skipped for x in traced.read_updates(outs).values()):
+    run = runs.run_with_factor(2.0**log2_increase)
+    if any(x.has_skipped for x in run.updates.values()):
       break
-    indices = _host_values.list_nonfinite([outs[i] for i, _ in unscaled])
+    nonfinite = _host_values.list_nonfinite(run.select("unscaled"))
     # A step may try again with a smaller scale, so that only the first
     # gradients overflow.
-    if {unscaled[i][1] for i in indices} == groups:
-      return _scaling_mistakes.check_hidden_overflow(traced, outs)
+    if {groups[i] for i in nonfinite} == {*groups}:
+      return _scaling_mistakes.check_hidden_overflow(run)
   return []
 
 
-def _check_copies(
-  traced: _tracing.TracedFunction, outs: Sequence[Any]
-) -> list[_reports.Problem]:
+def _check_copies(run: _step_runs.Run) -> list[_reports.Problem]:
   """Check that devices agree on what they have copies of."""
   different = [
     output
-    for output, x in zip(traced.outputs, outs, strict=True)
+    for output, x in zip(run.traced.outputs, run.outs, strict=True)
     if output.kind in _outputs.RETURNED_KINDS
     and (output.depends_on_gradients or output.in_scale_state)
     and _host_values.has_different_copies(x)
@@ -293,28 +260,24 @@ def _check_copies(
 
 def _check_nan_state(
   runs: _step_runs.StepRuns,
-  overflow_outs: Sequence[Any],
+  skipped: _step_runs.Run,
   carried: Sequence[_carried_arrays.Carried],
 ) -> list[_reports.Problem]:
   """Check that an overflow makes no NaN in the state that a step returns.
 
   Args:
     runs: the runs of the step.
-    overflow_outs: its outputs after an overflow.
+    skipped: its run with an overflow.
     carried: the results that replace arguments.
   """
   outputs = runs.traced.outputs
-  states = [
-    x.output_index for x in carried if not outputs[x.output_index].new_updates
-  ]
-  nonfinite = _host_values.list_nonfinite(overflow_outs[i] for i in states)
+  states = [i for i, _ in carried if not outputs[i].new_updates]
+  nonfinite = _host_values.list_nonfinite(skipped.outs[i] for i in states)
   # A state may hold inf from the start, such as the best loss so far.
   names = [
     outputs[i].name
     for i in map(states.__getitem__, nonfinite)
-    if _host_values.has_nan(overflow_outs[i])
-    and not _host_values.has_nan(runs.outs[i])
+    if _host_values.has_nan(skipped.outs[i])
+    and not _host_values.has_nan(runs.base.outs[i])
   ]
-  if not names:
-    return []
-  return [_reports.fill_in_names(_NAN_STATE, name=names[0])]
+  return [_reports.fill_in_names(_NAN_STATE, name=x) for x in names[:1]]

@@ -361,7 +361,7 @@ def trace_step():
   return traced, kinds.index("grads")
 
 
-def check_scale_invariance(make_factor, is_exact=True):
+def check_invariance(make_factor, is_exact=True):
   """Return the problems of gradients that have a factor at another scale.
 
   Args:
@@ -377,9 +377,9 @@ def check_scale_invariance(make_factor, is_exact=True):
     factor = make_factor(float(inputs[scale_index] / scale))
     return {grad_index: np.float32(factor * grads)}
 
-  return _scaling_mistakes.check_scale_invariance(
+  return _scaling_mistakes.ScaleRuns(
     traced, {grad_index: 1.0}, run_step, {grad_index: grads}, is_exact=is_exact
-  )
+  ).check_invariance()
 
 
 @pytest.mark.parametrize(
@@ -400,7 +400,7 @@ def check_scale_invariance(make_factor, is_exact=True):
 def test_a_gradient_depends_on_the_scale_above_a_tolerance(
   power, excess, is_exact, cause
 ):
-  problems = check_scale_invariance(
+  problems = check_invariance(
     lambda ratio: 1 if ratio == 1 else ratio**power * (1 + excess), is_exact
   )
   assert [cause in problem.cause for problem in problems] == [True] * bool(
@@ -412,7 +412,7 @@ def test_a_gradient_depends_on_the_scale_above_a_tolerance(
 def test_a_gradient_that_differs_between_equal_runs_is_not_judged(
   noise, is_judged
 ):
-  problems = check_scale_invariance(lambda ratio: ratio * (1 + noise))
+  problems = check_invariance(lambda ratio: ratio * (1 + noise))
   assert bool(problems) is is_judged
 
 

@@ -41,7 +41,7 @@ from optax_lossscale.diagnostics._overflow import (
 _UPDATE_KINDS = {"grads", "unscaled", "updates"}
 # These may be infinite in a sound step. If `update` skips the step, it discards
 # the updates of the inner optimizer.
-_IGNORED_KINDS = {"metric", "unused", "new_updates"}
+_IGNORED_KINDS = {"logged", "new_updates"}
 # Matches the name of an argument in the state of a wrapped optimizer.
 # ``update`` receives this state, too.
 _INNER_STATE_RE = re.compile(r"\.inner_state\b")
@@ -155,20 +155,22 @@ class SearchResult(NamedTuple):
 
 
 def search_traced(
-  traced: _tracing.TracedFunction, progress: _progress.ProgressLine
+  traced: _tracing.TracedFunction,
+  progress: _progress.ProgressLine,
+  *,
+  ignores_metrics: bool = False,
 ) -> SearchResult:
   """Find the origin of an inf or a NaN in a traced program."""
   program = _instrumented_program.InstrumentedProgram(traced)
   progress.set_description("compiling and running the function")
   record = program.run(traced.inputs, has_prints=True)
-  run = lambda inputs, replaced=None: (
-    program.run(inputs, replaced=replaced).outs
-  )
+  run = lambda inputs, replaced: program.run(inputs, replaced=replaced).outs
   runs = _step_runs.StepRuns(traced, run, record.outs)
   bad_outputs = [
     i
     for i in _host_values.list_nonfinite(record.outs)
     if traced.outputs[i].kind not in _IGNORED_KINDS
+    and not (ignores_metrics and traced.outputs[i].is_metric)
   ]
   origins = [
     _description.describe_origin(traced, origin)
@@ -205,14 +207,14 @@ def _assess_loss_scale(
   if (
     any(origin.backward for origin in origins)
     and traced.scale_indices
-    and not _step_runs.has_finite_grads(traced, runs.outs)
+    and not runs.base.has_finite_grads
   ):
     log2_decrease = _step_runs.find_log2_decrease(runs.has_finite_grads_at)
     factor = 0.0 if log2_decrease is None else 2.0**-log2_decrease
   if factor:
     finite_runs = runs.with_lower_scale(factor)
   # Without an `update`, the gradients themselves are no outputs.
-  grads = traced.select_kind(finite_runs.outs, "grads")
+  grads = finite_runs.base.select("grads")
   has_loss_scale = bool(traced.scale_indices) or any(
     output.kind in ("grads", "unscaled") for output in traced.outputs
   )
@@ -235,9 +237,7 @@ def _assess_loss_scale(
     )
     for origin in origins
   ]
-  has_finite_loss = _host_values.all_finite(
-    traced.select_kind(runs.outs, "loss")
-  )
+  has_finite_loss = _host_values.all_finite(runs.base.select("loss"))
   if factor == 0 or not has_finite_loss:
     # An argument is the origin of what it reaches, whatever the direction is.
     origins.sort(key=lambda origin: origin.backward)

@@ -102,7 +102,7 @@ class _NonfiniteValues:
     record: _instrumented_program.RunRecord,
     bad_outputs: Iterable[int],
   ) -> None:
-    self._regions = traced.get_regions()
+    self._regions = traced.regions
     bad_args: list[Key] = [
       (_regions.ARGUMENT, i) for i in _host_values.list_nonfinite(traced.inputs)
     ]
@@ -181,7 +181,7 @@ class _OriginSearch:
     self._values = values
     self._bad_outputs = bad_outputs
     self._candidates = values.find_candidates()
-    self._regions = traced.get_regions()
+    self._regions = traced.regions
     self._stats: dict[Key, _eqn_stats.EqnStats] = {}
     # The iterations in which each equation was measured.
     self._iterations: dict[Key, Iterations] = {}

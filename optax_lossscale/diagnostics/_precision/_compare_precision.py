@@ -111,16 +111,13 @@ def compare_precision(
     args,
     kwargs,
     progress=progress,
-    check_results=True,
   ) as (traced, progress_line):
     if not list_compared_outputs(traced):
       raise ValueError(_no_floats_message(fun))
     program = _instrumented_program.InstrumentedProgram(traced, checked=())
-    run = lambda inputs, replaced=None: (
-      program.run(inputs, replaced=replaced).outs
-    )
+    run = lambda inputs, replaced: program.run(inputs, replaced=replaced).outs
     progress_line.set_description("running the function as trained")
-    runs = _step_runs.StepRuns(traced, run, run(traced.inputs))
+    runs = _step_runs.StepRuns(traced, run, run(traced.inputs, {}))
     comparison = compare_runs(runs, progress_line, measures_all=True)
     if comparison is None or comparison.report is None:
       raise ValueError(_no_half_message(fun, traced))
@@ -173,8 +170,8 @@ def compare_runs(
   select = lambda outs: [outs[i] for i in indices]
   half_runs = _step_runs.StepRuns(
     traced,
-    lambda inputs: select(step_runs.run(inputs)),
-    select(step_runs.outs),
+    lambda inputs, replaced: select(step_runs.run(inputs, replaced).outs),
+    select(step_runs.base.outs),
   )
   all_indices = [*indices, *further_outputs]
   closed_jaxpr = step_runs.traced.restrict_outputs(all_indices).closed_jaxpr

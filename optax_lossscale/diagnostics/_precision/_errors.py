@@ -137,10 +137,10 @@ def list_compared_indices(
   are neither parameters nor metrics, such as running averages.
   """
   if not any(x.kind == "grads" for x in outputs):
-    kinds = "result", "metric"
-    return [i for i, x in enumerate(outputs) if x.kind in kinds]
+    return [i for i, x in enumerate(outputs) if x.kind == "result"]
   is_state = lambda x: (
     x.kind in _outputs.RETURNED_KINDS
+    and not x.is_metric
     and not x.depends_on_gradients
     and not x.new_scales
     and not x.new_updates

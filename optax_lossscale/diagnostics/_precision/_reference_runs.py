@@ -69,7 +69,7 @@ class ReferenceRun:
       See :meth:`_errors.OutputComparison.compute_effects`.
     """
     return self._compute_effects(
-      self.errors, self.half_runs.outs, self.noise_mask | excluded_mask
+      self.errors, self.half_runs.base, self.noise_mask | excluded_mask
     )
 
   def measure_effects_at(self, log2_factor: int) -> np.ndarray:
@@ -81,24 +81,23 @@ class ReferenceRun:
     Returns:
       See :meth:`compute_effects`.
     """
-    outs = self.half_runs.run_with_factor(2.0**log2_factor)
+    run = self.half_runs.run_with_factor(2.0**log2_factor)
     unscaled_outs = [
       # With `grads_are_scaled`, an `update` receives gradients times the scale.
       x * np.asarray(2.0**-log2_factor, x.dtype)
       if output.tag_kind == "scaled_grads"
       else x
-      for output, x in zip(self.half_runs.traced.outputs, outs, strict=True)
+      for output, x in zip(run.traced.outputs, run.outs, strict=True)
     ]
     errors = self.comparison.compute_errors(unscaled_outs)
-    return self._compute_effects(errors, outs, self.noise_mask)
+    return self._compute_effects(errors, run, self.noise_mask)
 
   def _compute_effects(
-    self, errors: _errors.RunErrors, outs: Sequence[Any], mask: np.ndarray
+    self, errors: _errors.RunErrors, run: _step_runs.Run, mask: np.ndarray
   ) -> np.ndarray:
     effects = self.comparison.compute_effects(errors, mask)
     # A step may hide a gradient that is not finite, or not call `update`.
-    unscaled = self.half_runs.traced.select_kind(outs, "unscaled")
-    has_overflow = not _host_values.all_finite(unscaled)
+    has_overflow = not _host_values.all_finite(run.select("unscaled"))
     return np.maximum(effects, math.inf) if has_overflow else effects
 
 
@@ -119,7 +118,7 @@ def run_reference(
   traced = half_runs.traced
   layers: list[_layers.Layer] = []
   # The magnitudes of the matmuls explain an overflow.
-  if not _host_values.all_finite(half_runs.outs):
+  if not _host_values.all_finite(half_runs.base.outs):
     layers = _layers.list_rounding_layers(traced.closed_jaxpr)
     layers = [x for x in layers if x.has_matmul]
   program = _reference_program.ReferenceProgram(
@@ -129,7 +128,7 @@ def run_reference(
   # Wait, so that the progress line shows what is being executed.
   reference = jax.block_until_ready(program.run(traced.inputs))
   comparison = _errors.OutputComparison(traced.outputs, reference.outs)
-  errors = comparison.compute_errors(half_runs.outs)
+  errors = comparison.compute_errors(half_runs.base.outs)
   noise_mask = amplified_mask = np.zeros(len(comparison.names), bool)
   if _limits.may_be_expected(errors.error, errors.array_errors, eps):
     perturbed = program.run(traced.inputs, is_perturbed=True)

@@ -27,7 +27,7 @@ from helpers.train_steps import (
 )
 import optax_lossscale as ols
 
-SMALL_SGD = make_tx(optax.sgd(1e-9))
+SMALL_SGD = make_tx(optax.sgd(1e-6))
 HALF_PARAMS = {"w": np.full((4, 4), 0.75, np.float16)}
 _prepare_half = functools.partial(
   prepare_step, params=HALF_PARAMS, loss_fn=half_loss_fn
@@ -178,20 +178,6 @@ MISTAKES = {
       )
     )
   },
-  (
-    "No parameter changes, although the updates are not zero",
-    "tx = ols.with_master_weights(tx)",
-  ): {
-    "updates lost in float16": _prepare_half(tx=SMALL_SGD),
-    "updates lost in bfloat16": _prepare_half(
-      tx=SMALL_SGD, params=optax.tree.cast(HALF_PARAMS, jnp.bfloat16)
-    ),
-    "update of a scalar lost": _prepare_half(
-      loss_fn=lambda w, x: jnp.mean(w * x**2).astype(jnp.float32),
-      params=jnp.float16(0.75),
-      tx=SMALL_SGD,
-    ),
-  },
 }
 
 LOOKALIKES = {
@@ -251,10 +237,10 @@ UNCHECKED = {
       tx=make_tx(optax.sgd(1e-12)),
       params={"w": np.full((4, 4), 0.75, np.float32)},
     ),
-    "the updates of this step are too small for float32",
+    "the updates of this step are zero, or too small for float32",
   ),
   "updates of zero": (
     prepare_step(tx=make_tx(optax.set_to_zero())),
-    "all updates of this step are zero",
+    "the updates of this step are zero, or too small for float32",
   ),
 }
