@@ -5,17 +5,15 @@ The step is traced once. ``count_flops``, ``find_overflow`` and
 list of problems, each with a fix, the most important first.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 import dataclasses
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from optax_lossscale import _transfer_guard
 from optax_lossscale.diagnostics import (
   _carried_arrays,
-  _numeric_problems,
+  _problems,
   _progress,
-  _report_program,
   _reports,
   _tracing,
   _wiring,
@@ -157,31 +155,21 @@ def check_step(
     "check_step", fun, args, kwargs, progress=progress
   ) as (traced, progress_line):
     results = _run_reports(traced, progress_line)
-    problems, passed = _judge_results(results)
+    judgement = _problems.judge(results)
   return StepCheck(
-    problems=tuple(problems),
-    passed=tuple(passed),
-    not_checked=tuple(dict.fromkeys(_describe_unchecked(results))),
+    problems=tuple(judgement.problems),
+    passed=tuple(judgement.passed),
+    not_checked=tuple(judgement.not_checked),
     flops=results.flops,
     overflow=results.search.origin,
     comparison=results.report,
   )
 
 
-class _Results(NamedTuple):
-  """The results of all reports on a step."""
-
-  flops: _count_flops.FlopCount
-  search: _find_overflow.SearchResult
-  report: _comparison.PrecisionComparison | None
-  wiring: _wiring.Wiring
-  changes: _carried_arrays.Changes
-
-
 def _run_reports(
   traced: _tracing.TracedFunction,
   progress: _progress.ProgressLine,
-) -> _Results:
+) -> _problems.Results:
   """Run all reports on a step."""
   # The step is run, so it need not be said that a branch may not be taken.
   flops = _count_flops.count_traced(traced._replace(cond_branch_locations=[]))
@@ -209,97 +197,4 @@ def _run_reports(
     )
   wiring = _wiring.check_wiring(search, comparison, carried)
   report = comparison.report if comparison else None
-  return _Results(flops, search, report, wiring, changes)
-
-
-def _judge_results(
-  results: _Results,
-) -> tuple[list[_reports.Problem], list[str]]:
-  """Return the problems of a step, and the checks that passed."""
-  flops, search, report, wiring, changes = results
-  numeric_problems = _find_numeric_problems(results)
-  passed: list[str] = []
-  if wiring.has_run and not wiring.problems and not numeric_problems:
-    if wiring.knows_scales:
-      passed.append("the loss is scaled once, by the state that update holds")
-    has_grads = bool(search.runs.traced.grad_outputs)
-    passed.append(f"the {'gradients' if has_grads else 'results'} are finite")
-  passed += wiring.passed
-  if flops.fraction and flops.total_flops:
-    passed.append(
-      f"{flops.fraction:.1%} of the matmul and convolution FLOPs run in"
-      f" {flops.dtype}"
-    )
-  if report and wiring.has_run and not numeric_problems:
-    passed += _describe_errors(report)
-  problems = [*wiring.problems, *numeric_problems, *changes.problems]
-  return problems, [*passed, *changes.passed]
-
-
-def _find_numeric_problems(results: _Results) -> list[_reports.Problem]:
-  """Return the problems with overflow, lost precision and zero gradients."""
-  _, search, report, wiring, _ = results
-  report = report if wiring.has_run else None
-  loss_scale = _numeric_problems.read_loss_scale(
-    search.runs, can_decrease=not wiring.problems
-  )
-  problems = _numeric_problems.check_empty_arguments(
-    search.runs.traced, search.origin
-  ) or _numeric_problems.find_numeric_problems(
-    search.origin, report, loss_scale
-  )
-  if search.origin is not None or problems or not wiring.has_run:
-    return problems
-  return list(_numeric_problems.find_zero_grad_problems(search.runs, report))
-
-
-def _describe_errors(
-  report: _comparison.PrecisionComparison,
-) -> Iterator[str]:
-  excused = report.ill_conditioned_arrays
-  errors = {k: x for k, x in report.array_errors.items() if k not in excused}
-  if errors:
-    worst_name = max(errors, key=lambda name: errors[name])
-    yield (
-      f"relative error of the {report.target} in {report.dtype}"
-      f" {report.error:.2g}"
-      + f"; largest in {worst_name}, {errors[worst_name]:.2g}"
-      * bool(worst_name)
-      + f" (without {len(excused)} ill-conditioned ones)" * bool(excused)
-    )
-  noun = "gradient" if report.target == "gradients" else "result"
-  yield f"{report.underflow_fraction:.1%} of the {noun} entries underflow"
-
-
-def _describe_unchecked(results: _Results) -> Iterator[str]:
-  flops, search, report, wiring, _ = results
-  if not wiring.has_run and search.origin is None:
-    yield "the gradients: they are in a branch that was not taken"
-  yield from wiring.limitations
-  if report is None:
-    offer = ": ols.autocast(loss_fn) casts its matmuls" * flops.can_autocast
-    yield f"half precision, to which this step rounds nothing{offer}"
-  else:
-    yield from _describe_amplification(report, search.runs.traced)
-    yield from report.limitations
-  yield from flops.limitations
-  yield from search.limitations
-
-
-def _describe_amplification(
-  report: _comparison.PrecisionComparison, traced: _tracing.TracedFunction
-) -> Iterator[str]:
-  """Yield that errors are large because the step amplifies any rounding."""
-  names = report.ill_conditioned_arrays
-  error = max((report.array_errors[name] for name in names), default=0.0)
-  # A few gradients are rounding noise in many sound steps.
-  if 2 * len(names) > len(report.array_errors) and math.isfinite(error):
-    reason = "the step amplifies any rounding"
-    if _report_program.has_callback_with_result(
-      traced.closed_jaxpr.jaxpr, ("io_callback", "pure_callback")
-    ):
-      reason += ", or a callback returns something else in each run"
-    yield (
-      f"the precision of {len(names)} gradients, such as {names[0]}: {reason},"
-      f" so errors of {error:.2g} are expected in {report.dtype}"
-    )
+  return _problems.Results(flops, search, report, wiring, changes)

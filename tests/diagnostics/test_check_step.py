@@ -194,7 +194,9 @@ def test_a_nan_in_the_batch_is_named():
   step, (params, state, batch) = make_step(loss_fn=ols.autocast(loss_fn))
   batch = {**batch, "x": batch["x"].at[0, 0].set(jnp.nan)}
   check = check_step(step, params, state, batch)
-  assert check.problems[0].cause == "The argument batch['x'] holds nan."
+  assert (
+    check.problems[0].cause == "The argument batch['x'] contains NaN (float32)."
+  )
 
 
 def test_at_most_twenty_lines_are_printed():

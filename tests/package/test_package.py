@@ -211,7 +211,7 @@ ENGINES = {"_overflow", "_precision"}
 COMBINE_ENGINES = {
   "diagnostics.__init__",
   "diagnostics._check_step",
-  "diagnostics._numeric_problems",
+  "diagnostics._problems",
   "diagnostics._wiring",
 }
 

@@ -141,7 +141,7 @@ class Overflow(_reports.PrintedReport):
     return super().as_dict() | {"fix": self.fix}
 
   def __str__(self) -> str:
-    lines = [self._format_conclusion()]
+    lines = [self.format_conclusion()]
     if self.inputs:
       lines.append(f"Operands: {', '.join(map(str, self.inputs))}")
     if "/" in self.eqn_path and self.primitive != "argument":
@@ -155,7 +155,8 @@ class Overflow(_reports.PrintedReport):
       )
     return "\n".join(lines)
 
-  def _format_conclusion(self) -> str:
+  def format_conclusion(self) -> str:
+    """Return what was not finite, and where, in a sentence."""
     kind = {"inf": "inf", "nan": "NaN"}[self.kind]
     if self.primitive == "argument":
       return f"The argument {self.eqn_path} contains {kind} ({self.dtype})."
@@ -169,10 +170,10 @@ class Overflow(_reports.PrintedReport):
       )
     return (
       f"{self.primitive} returned {kind} ({self.dtype})"
-      f" {self.format_stage()}{location_text}."
+      f" {self._format_stage()}{location_text}."
     )
 
-  def format_stage(self) -> str:
+  def _format_stage(self) -> str:
     """Return the part of the step as text: ``in the forward pass``."""
     if self._context.after_backward:
       return "after the backward pass"
