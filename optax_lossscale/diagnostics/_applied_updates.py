@@ -181,7 +181,7 @@ def check_unused(
   return [_reports.fill_in_names(_OTHER_PARAMS, name=names)]
 
 
-@jax.jit
+@_host_values.jit_quickly
 def _adds_ones(old: Any, new: Any) -> jax.Array:
   """Return whether a number of ones was added to each entry; bool[]."""
   change = _arrays.upcast_for_reduction(new) - _arrays.upcast_for_reduction(old)

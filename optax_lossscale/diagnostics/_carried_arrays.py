@@ -290,7 +290,7 @@ def _find_kind(traced: _tracing.TracedFunction, carried: Carried) -> str:
   return _PARAMETER if index in params else "A moment or a sum of gradients"
 
 
-@jax.jit
+@_host_values.jit_quickly
 def _measure_kept(old: Any, new: Any, reference: Any) -> jax.Array:
   """Return the part of a change that remains; NaN if there is none; float32[].
 
@@ -328,7 +328,7 @@ def _is_compensated(
   return bool(np.any(_host_values.to_host(flags)))
 
 
-@jax.jit
+@_host_values.jit_quickly
 def _compensates(
   new: Any, reference: Any, other: Any, other_reference: Any
 ) -> jax.Array:
@@ -353,7 +353,7 @@ def _compensates(
   return (is_copy & has_equal_reference) | is_opposite
 
 
-@jax.jit
+@_host_values.jit_quickly
 def _is_half_valued(x: Any) -> jax.Array:
   """Return whether a dtype of half precision holds all entries; bool[]."""
   return jnp.all(x == x.astype(jnp.float16)) | jnp.all(

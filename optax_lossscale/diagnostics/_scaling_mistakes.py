@@ -216,7 +216,7 @@ class ScaleRuns:
     return np.array(_host_values.to_host(rows), np.float64)
 
 
-@jax.jit
+@_host_values.jit_quickly
 def _measure_change(x: Any, y: Any) -> jax.Array:
   """Return the factor by which a gradient changed, and the relative error.
 

@@ -5,7 +5,6 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -150,7 +149,7 @@ def list_compared_indices(
 
 # It is compiled once for each shape: XLA would take far longer to compile a
 # function of all arrays, and many arrays of a model have one shape.
-@jax.jit
+@_host_values.jit_quickly
 def _compare_arrays(reference: Any, other: Any) -> Any:
   """Compare an array with its reference.
 
