@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale import _arrays
-from optax_lossscale._jaxprs import _regions
+from optax_lossscale._jaxprs import _entry_flow, _regions
 from optax_lossscale.diagnostics import (
   _carried_arrays,
   _host_values,
@@ -143,15 +143,23 @@ def check_unused(
   traced, in_loss = runs.traced, runs.traced.flow.in_loss
   if not runs.base.select("loss"):
     return []
-  list_arguments = lambda x: traced.flow.list_arguments(x.output_index)
-  used = in_loss.union(
-    *(list_arguments(x) for x in carried if x.input_index in in_loss)
+  # Arguments and gradients.
+  list_sources = lambda x: (
+    traced.flow.labels[x.output_index]
+    - {
+      _entry_flow.AFTER_GRADIENT,
+      _entry_flow.RANDOM,
+    }
   )
-  # An average of parameters begins with their values.
+  used = set[_entry_flow.Label](in_loss).union(
+    *(list_sources(x) for x in carried if x.input_index in in_loss)
+  )
+  # An average of parameters begins with their values, and a sum of updates has
+  # their gradients.
   suspects = [
     x
     for x in carried
-    if used.isdisjoint(list_arguments(x))
+    if used.isdisjoint(list_sources(x))
     and traced.outputs[x.output_index].new_updates
   ]
   if not suspects:

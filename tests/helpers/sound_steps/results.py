@@ -20,6 +20,7 @@ from helpers.train_steps import (
   prepare_result,
   prepare_step,
   train,
+  TX,
   where,
 )
 import optax_lossscale as ols
@@ -91,6 +92,14 @@ def _project_conflicts(loss, params, opt_state):
   return jax.tree.map(join, first, second)
 
 
+def _sum_updates(params, opt_state, total, batch):
+  """The sum is logged."""
+  grads = ols.grad(loss_fn, opt_state)(params, batch)
+  updates, opt_state = TX.update(grads, opt_state, params)
+  params = optax.apply_updates(params, updates)
+  return params, opt_state, optax.tree.add(total, updates)
+
+
 def _augment(params, opt_state, key, batch):
   """Noise on the inputs, and a new random key among the results."""
   key, noise_key = jax.random.split(key)
@@ -138,6 +147,9 @@ STEPS = {
       best,
     ),
     extra=(PARAMS, PARAMS),
+  ),
+  "sum of updates": lambda: jit_step(
+    _sum_updates, optax.tree.zeros_like(PARAMS)
   ),
   "best params": _prepare(_add_best, extra=(PARAMS, np.float32(0))),
   "lookahead by hand": _prepare(_look_ahead, extra=(PARAMS, np.int32(0))),
