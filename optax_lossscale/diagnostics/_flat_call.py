@@ -10,9 +10,10 @@ import itertools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _arrays, _flattening, _state
+from optax_lossscale import _arrays, _flattening, _paths, _state
 from optax_lossscale._jaxprs import _eqns
 from optax_lossscale.diagnostics import _outputs
 
@@ -71,15 +72,13 @@ class FlatCall:
     )
     args, others = call_trees[: self._num_args], call_trees[self._num_args :]
     result = fun(*args, **dict(zip(self._kwarg_names, others, strict=True)))
-    output_pairs = _outputs.collect_float_results(result)
+    output_pairs = _collect_float_results(result)
     flat_after_call = self._flatten(call_trees)
     if flat_after_call.structure == flat_args.structure:
-      output_pairs += _outputs.collect_changed_arguments(
+      output_pairs += _collect_changed_arguments(
         flat_args.names, call_leaves, flat_after_call.leaves
       )
-    output_pairs += _outputs.collect_scale_states(
-      result, call_trees, call_leaves
-    )
+    output_pairs += _collect_scale_states(result, call_trees, call_leaves)
     self.outputs = [output for output, _ in output_pairs]
     return [leaf for _, leaf in output_pairs]
 
@@ -108,3 +107,98 @@ def _is_input(leaf: Any) -> bool:
     or _eqns.is_ref_object(leaf)
     or (is_numpy and _arrays.is_inexact(leaf))
   )
+
+
+def _collect_float_results(
+  out: Any,
+) -> list[tuple[_outputs.Output, Any]]:
+  """Return the float arrays in the result of a function, with their names.
+
+  The items of a tuple are separate results, such as a loss and gradients.
+  """
+  # Only plain tuples are split: a named tuple, a dict or a list is one result.
+  is_result = lambda x: type(x) is not tuple
+  results = jax.tree_util.tree_leaves_with_path(out, is_leaf=is_result)
+  leaves = [
+    (i, (*outer_path, *inner_path), leaf)
+    for i, (outer_path, result) in enumerate(results)
+    for inner_path, leaf in jax.tree_util.tree_leaves_with_path(result)
+  ]
+  names = _paths.leaf_names(path for _, path, _ in leaves)
+  return [
+    (
+      _outputs.Output(
+        "result" if _is_float_array(leaf) else "integers", name, i
+      ),
+      leaf,
+    )
+    for name, (i, _, leaf) in zip(names, leaves, strict=True)
+    if _is_float_array(leaf) or _is_integer_array(leaf)
+  ]
+
+
+def _collect_changed_arguments(
+  names: list[str], leaves: list[Any], leaves_after_call: list[Any]
+) -> list[tuple[_outputs.Output, Any]]:
+  """Return the float arrays that a function changed in its arguments.
+
+  Flax NNX changes models and optimizers in place: their arrays are other
+  objects after the call. A Ref is the same object, and always included.
+  """
+  new_arrays = [
+    (name, new)
+    for name, old, new in zip(names, leaves, leaves_after_call, strict=True)
+    if new is not old and _is_float_array(new)
+  ]
+  ref_arrays = [
+    (name, ref[...])
+    for name, ref in zip(names, leaves, strict=True)
+    if _eqns.is_ref_object(ref) and _is_float_array(ref)
+  ]
+  return [
+    (_outputs.Output("argument", name, 0), array)
+    for name, array in new_arrays + ref_arrays
+  ]
+
+
+def _collect_scale_states(
+  result: Any, call_trees: list[Any], call_leaves: list[Any]
+) -> list[tuple[_outputs.Output, Any]]:
+  """Return fields of each loss-scale state that a function returns or changes.
+
+  Args:
+    result: the result of the function.
+    call_trees: its arguments, after the call.
+    call_leaves: the leaves of its arguments before the call.
+  """
+  is_changed = lambda state: (
+    _eqns.is_ref_object(state.loss_scale)
+    or not any(state.loss_scale is leaf for leaf in call_leaves)
+  )
+  states = [
+    *_state.find_loss_scale_states(result),
+    *filter(is_changed, _state.find_loss_scale_states(call_trees)),
+  ]
+  fields = (
+    ("state_scale", "loss_scale"),
+    ("state_skip_count", "total_notfinite"),
+  )
+  # A tree of shardings may have the structure of a state.
+  states = [x for x in states if _arrays.is_array_like(x.loss_scale)]
+  return [
+    (
+      _outputs.Output(kind, field, i),
+      jnp.asarray(_eqns.read_ref(getattr(state, field))),
+    )
+    for i, state in enumerate(states)
+    for kind, field in fields
+  ]
+
+
+def _is_integer_array(leaf: Any) -> bool:
+  is_array = _arrays.is_array_like(leaf) and hasattr(leaf, "dtype")
+  return is_array and jnp.issubdtype(leaf.dtype, jnp.integer)
+
+
+def _is_float_array(leaf: Any) -> bool:
+  return _arrays.is_array_like(leaf) and _arrays.is_inexact(leaf)

@@ -5,7 +5,6 @@ arguments, and values with a tag, such as the gradients that ``update`` receives
 (see ``_tags``).
 """
 
-import collections
 from collections.abc import (
   Callable,
   Iterable,
@@ -17,32 +16,16 @@ import re
 import types
 from typing import Any, NamedTuple
 
-import jax
 from jax.extend import core
-import jax.numpy as jnp
 
-from optax_lossscale import _arrays, _paths, _state, _tags
 from optax_lossscale._jaxprs import (
   _entry_flow,
   _eqns,
   _regions,
-  _tagged_values,
 )
 
 # The kinds of outputs that are results of the traced function.
 RETURNED_KINDS = ("result", "argument")
-# The tags that show what becomes of the results of ``update``.
-_UPDATE_KINDS = {"new_updates", "new_scale", "new_skip_count"}
-# The tags that a call of ``update`` makes.
-_KINDS_OF_UPDATE = {
-  *_UPDATE_KINDS, "update_scale", "fixed_update_scale", "grads", "scaled_grads",
-  "applied", "updates", "masked_updates",
-}  # fmt: skip
-# The tags whose values are left out if they cannot become outputs.
-_OPTIONAL_KINDS = {
-  *_UPDATE_KINDS, "update_scale", "fixed_update_scale", "loss", "unscaled",
-  "backward",
-}  # fmt: skip
 
 
 class Output(NamedTuple):
@@ -100,127 +83,11 @@ class Output(NamedTuple):
     return not keys.isdisjoint(split_name(self.name))
 
 
-def collect_float_results(
-  out: Any,
-) -> list[tuple[Output, Any]]:
-  """Return the float arrays in the result of a function, with their names.
+class TagGroup(NamedTuple):
+  """The kind of a tag, and the number of the call that made it."""
 
-  The items of a tuple are separate results, such as a loss and gradients.
-  """
-  # Only plain tuples are split: a named tuple, a dict or a list is one result.
-  is_result = lambda x: type(x) is not tuple
-  results = jax.tree_util.tree_leaves_with_path(out, is_leaf=is_result)
-  leaves = [
-    (i, (*outer_path, *inner_path), leaf)
-    for i, (outer_path, result) in enumerate(results)
-    for inner_path, leaf in jax.tree_util.tree_leaves_with_path(result)
-  ]
-  names = _paths.leaf_names(path for _, path, _ in leaves)
-  return [
-    (Output("result" if _is_float_array(leaf) else "integers", name, i), leaf)
-    for name, (i, _, leaf) in zip(names, leaves, strict=True)
-    if _is_float_array(leaf) or _is_integer_array(leaf)
-  ]
-
-
-def collect_changed_arguments(
-  names: list[str], leaves: list[Any], leaves_after_call: list[Any]
-) -> list[tuple[Output, Any]]:
-  """Return the float arrays that a function changed in its arguments.
-
-  Flax NNX changes models and optimizers in place: their arrays are other
-  objects after the call. A Ref is the same object, and always included.
-  """
-  new_arrays = [
-    (name, new)
-    for name, old, new in zip(names, leaves, leaves_after_call, strict=True)
-    if new is not old and _is_float_array(new)
-  ]
-  ref_arrays = [
-    (name, ref[...])
-    for name, ref in zip(names, leaves, strict=True)
-    if _eqns.is_ref_object(ref) and _is_float_array(ref)
-  ]
-  return [
-    (Output("argument", name, 0), array)
-    for name, array in new_arrays + ref_arrays
-  ]
-
-
-def collect_scale_states(
-  result: Any, call_trees: list[Any], call_leaves: list[Any]
-) -> list[tuple[Output, Any]]:
-  """Return fields of each loss-scale state that a function returns or changes.
-
-  Args:
-    result: the result of the function.
-    call_trees: its arguments, after the call.
-    call_leaves: the leaves of its arguments before the call.
-  """
-  is_changed = lambda state: (
-    _eqns.is_ref_object(state.loss_scale)
-    or not any(state.loss_scale is leaf for leaf in call_leaves)
-  )
-  states = [
-    *_state.find_loss_scale_states(result),
-    *filter(is_changed, _state.find_loss_scale_states(call_trees)),
-  ]
-  fields = (
-    ("state_scale", "loss_scale"),
-    ("state_skip_count", "total_notfinite"),
-  )
-  # A tree of shardings may have the structure of a state.
-  states = [x for x in states if _arrays.is_array_like(x.loss_scale)]
-  return [
-    (
-      Output(kind, field, i),
-      jnp.asarray(_eqns.read_ref(getattr(state, field))),
-    )
-    for i, state in enumerate(states)
-    for kind, field in fields
-  ]
-
-
-def get_capture_fn(name: str) -> Callable[[Any], Any] | None:
-  """Return how to capture a value with this tag; None if it is not needed."""
-  tag = _tags.parse_tag(name)
-  if tag is None or tag.kind in ("scale", "masked_updates"):
-    return None
-  capture_fns = {
-    "applied": lambda x: x.astype(jnp.int8),
-    "unscaled": _nonfinite_indicator,
-    "backward": _nonfinite_indicator,
-  }
-  return capture_fns.get(tag.kind, _tagged_values.UNCHANGED)
-
-
-def is_optional_tag(name: str) -> bool:
-  """Return whether a report needs no value with this tag to be complete."""
-  tag = _tags.parse_tag(name)
-  return tag is not None and tag.kind in _OPTIONAL_KINDS
-
-
-def as_outputs(tag_names: list[str]) -> list[Output]:
-  """Return outputs for tagged values.
-
-  If there are several calls of ``update``, names begin with the number of
-  theirs: ``[0]/``.
-  """
-  outputs = []
-  for name in tag_names:
-    tag = _tags.parse_tag(name)
-    assert tag is not None  # Values with other tags are not captured.
-    kind, call = _get_group(tag)
-    kind = "unscaled" if kind == "backward" else kind
-    outputs.append(Output(kind, tag.path, call, tag.kind))
-  groups = {TagGroup(out.kind, out.group) for out in outputs}
-  num_calls = collections.Counter(kind for kind, _ in groups)
-  return [
-    out._replace(name=f"[{out.group}]/{out.name}")
-    if num_calls[out.kind] > 1
-    else out
-    for out in outputs
-  ]
+  kind: str
+  group: int
 
 
 def describe_outputs(
@@ -228,7 +95,7 @@ def describe_outputs(
   outputs: Sequence[Output],
   input_names: Sequence[str],
   regions: _regions.Regions,
-  tags: "Mapping[_regions.Key, TagGroup]",
+  tags: Mapping[_regions.Key, TagGroup],
   flow: _entry_flow.EntryFlow,
 ) -> list[Output]:
   """Return outputs with what they depend on, and what they may replace.
@@ -322,53 +189,6 @@ def _make_candidate_search(
   return find_candidates
 
 
-class TagGroup(NamedTuple):
-  """The kind of a tag, and the number of the call that made it."""
-
-  kind: str
-  group: int
-
-
-def list_tags(regions: _regions.Regions) -> dict[_regions.Key, TagGroup]:
-  """Return the tags of a program by position."""
-  tags = {
-    key: _tags.parse_tag(_tagged_values.get_tag(eqn) or "")
-    for key, eqn in regions.eqns.items()
-  }
-  return {key: _get_group(tag) for key, tag in tags.items() if tag is not None}
-
-
-def _get_group(tag: _tags.Tag) -> TagGroup:
-  kind = tag.kind.removeprefix("scaled_").removeprefix("fixed_")
-  return TagGroup(kind, tag.call)
-
-
-def number_calls(closed_jaxpr: _eqns.ClosedJaxpr) -> _eqns.ClosedJaxpr:
-  """Write the number of the call into each tag of a program.
-
-  All tags of a call of `update` have the same number.
-  """
-  calls: dict[str, int] = {}
-  seen: dict[str, set[tuple[str, int]]] = {}
-
-  def rename(name: str) -> str:
-    tag = _tags.parse_tag(name)
-    if tag is None:
-      return name
-    source = "update" if tag.kind in _KINDS_OF_UPDATE else tag.kind
-    seen_in_call = seen.setdefault(source, set())
-    key = tag.kind, tag.leaf_index
-    # Each value of a call has one tag, and the scale of an `update` the first.
-    begins = key in seen_in_call or tag.kind.endswith("update_scale")
-    if begins and seen_in_call:
-      calls[source] = calls.get(source, 0) + 1
-      seen_in_call.clear()
-    seen_in_call.add(key)
-    return _tags.format_tag(tag._replace(call=calls.get(source, 0)))
-
-  return _tagged_values.rename_tags(closed_jaxpr, rename)
-
-
 def split_name(name: str) -> tuple[str, ...]:
   """Return the keys of a path: ``params['a/b'].c`` has four."""
   keys = re.findall(r"[^\[\]'\"./]+", name)
@@ -386,21 +206,3 @@ def find_common_end(paths: Iterable[Sequence[str]]) -> tuple[str, ...]:
 
 def _get_type(var: Any) -> Any:
   return getattr(var.aval, "shape", None), getattr(var.aval, "dtype", None)
-
-
-def _is_integer_array(leaf: Any) -> bool:
-  is_array = _arrays.is_array_like(leaf) and hasattr(leaf, "dtype")
-  return is_array and jnp.issubdtype(leaf.dtype, jnp.integer)
-
-
-def _is_float_array(leaf: Any) -> bool:
-  return _arrays.is_array_like(leaf) and _arrays.is_inexact(leaf)
-
-
-def _nonfinite_indicator(x: jax.Array) -> jax.Array:
-  """Return a scalar that is finite if and only if an array is.
-
-  It is zero for a finite array, so it stays finite if many of them are added.
-  """
-  nonfinite_part = jnp.where(jnp.isfinite(x), 0, jnp.abs(x))
-  return jnp.sum(nonfinite_part).astype(jnp.float32)

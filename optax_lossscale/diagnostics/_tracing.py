@@ -23,14 +23,13 @@ from optax_lossscale._jaxprs import (
   _eqns,
   _higher_order,
   _regions,
-  _tagged_values,
 )
 from optax_lossscale.diagnostics import (
   _flat_call,
-  _gradient_tags,
   _host_values,
   _outputs,
   _progress,
+  _step_tags,
 )
 
 
@@ -192,19 +191,19 @@ def trace(
   inputs, input_names = call.inputs, call.input_names
   _check_inputs(caller, input_names, inputs, allow_abstract)
   trace_fun = lambda fun: jax.make_jaxpr(functools.partial(call, fun))(*inputs)
-  closed_jaxpr = _outputs.number_calls(_trace_or_unwrap(caller, fun, trace_fun))
-  step = _gradient_tags.tag_gradients(closed_jaxpr, input_names)
-  harvest = _tagged_values.harvest_tagged_values(
-    step.closed_jaxpr, _outputs.get_capture_fn, _outputs.is_optional_tag
+  step = _step_tags.tag_gradients(
+    _step_tags.number_calls(_trace_or_unwrap(caller, fun, trace_fun)),
+    input_names,
   )
+  harvest, tagged_outputs = _step_tags.harvest_outputs(step.closed_jaxpr)
   closed_jaxpr = harvest.closed_jaxpr
   # A Ref in the arguments is copied, but one in a closure would be mutated.
   _check_no_ref_consts(closed_jaxpr)
   regions = _regions.find_regions(closed_jaxpr, _host_values.is_finite)
-  tags = _outputs.list_tags(regions)
+  tags = _step_tags.list_tags(regions)
   outputs = _outputs.describe_outputs(
     closed_jaxpr,
-    [*call.outputs, *_outputs.as_outputs(harvest.tags)],
+    [*call.outputs, *tagged_outputs],
     input_names,
     regions,
     tags,

@@ -1,26 +1,43 @@
-"""Tag the gradients of a step where no call of this package does.
+"""The tags of a step, and the outputs that their values become.
 
-A step without ``with_loss_scaling`` has no tags, so those that leave its
-backward pass are tagged as what its optimizer receives. If it has the wrapper,
-but differentiates by other means than ``value_and_grad``, they are tagged as
-gradients in front of ``update``.
+The calls of this package tag their values (see ``_tags``); a report numbers the
+calls. A step without ``with_loss_scaling`` has no tags, so gradients that leave
+its backward pass are tagged as what its optimizer receives. If it has the
+wrapper, but differentiates by other means than ``value_and_grad``, they are
+tagged as gradients in front of ``update``.
 """
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import contextlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 from optax_lossscale import _tags
 from optax_lossscale._jaxprs import (
   _backward_pass,
   _entry_flow,
   _eqns,
+  _regions,
   _tagged_values,
   _walk,
 )
 from optax_lossscale.diagnostics import _outputs
 
+# The tags that show what becomes of the results of ``update``.
+_UPDATE_KINDS = {"new_updates", "new_scale", "new_skip_count"}
+# The tags that a call of ``update`` makes.
+_KINDS_OF_UPDATE = {
+  *_UPDATE_KINDS, "update_scale", "fixed_update_scale", "grads", "scaled_grads",
+  "applied", "updates", "masked_updates",
+}  # fmt: skip
+# The tags whose values are left out if they cannot become outputs.
+_OPTIONAL_KINDS = {
+  *_UPDATE_KINDS, "update_scale", "fixed_update_scale", "loss", "unscaled",
+  "backward",
+}  # fmt: skip
 _GRADIENT_KINDS = {"grads", "scaled_grads", "unscaled", "backward"}
 # The name of a value that leaves a backward pass, but reaches no optimizer.
 _NO_TAG = "gradient"
@@ -41,6 +58,32 @@ class TaggedStep(NamedTuple):
   flow: _entry_flow.EntryFlow
   has_update: bool
   lowest_scale: float | None
+
+
+def number_calls(closed_jaxpr: _eqns.ClosedJaxpr) -> _eqns.ClosedJaxpr:
+  """Write the number of the call into each tag of a program.
+
+  All tags of a call of `update` have the same number.
+  """
+  calls: dict[str, int] = {}
+  seen: dict[str, set[tuple[str, int]]] = {}
+
+  def rename(name: str) -> str:
+    tag = _tags.parse_tag(name)
+    if tag is None:
+      return name
+    source = "update" if tag.kind in _KINDS_OF_UPDATE else tag.kind
+    seen_in_call = seen.setdefault(source, set())
+    key = tag.kind, tag.leaf_index
+    # Each value of a call has one tag, and the scale of an `update` the first.
+    begins = key in seen_in_call or tag.kind.endswith("update_scale")
+    if begins and seen_in_call:
+      calls[source] = calls.get(source, 0) + 1
+      seen_in_call.clear()
+    seen_in_call.add(key)
+    return _tags.format_tag(tag._replace(call=calls.get(source, 0)))
+
+  return _tagged_values.rename_tags(closed_jaxpr, rename)
 
 
 def tag_gradients(
@@ -179,3 +222,78 @@ def _find_path(
   shortest = min(paths, key=len)
   has_moments = len(paths) > 1 and common_path
   return "/".join(common_path if has_moments else shortest[1:] or shortest)
+
+
+def harvest_outputs(
+  closed_jaxpr: _eqns.ClosedJaxpr,
+) -> tuple[_tagged_values.HarvestedJaxpr, list[_outputs.Output]]:
+  """Return the values that the tags of a program mark.
+
+  If there are several calls of ``update``, names begin with the number of
+  theirs: ``[0]/``.
+
+  Returns:
+    The program with further outputs, and their description.
+  """
+  harvest = _tagged_values.harvest_tagged_values(
+    closed_jaxpr, _get_capture_fn, _is_optional
+  )
+  outputs = []
+  for name in harvest.tags:
+    tag = _tags.parse_tag(name)
+    assert tag is not None  # Values with other tags are not captured.
+    kind, call = _get_group(tag)
+    kind = "unscaled" if kind == "backward" else kind
+    outputs.append(_outputs.Output(kind, tag.path, call, tag.kind))
+  groups = {(out.kind, out.group) for out in outputs}
+  num_calls = collections.Counter(kind for kind, _ in groups)
+  return harvest, [
+    out._replace(name=f"[{out.group}]/{out.name}")
+    if num_calls[out.kind] > 1
+    else out
+    for out in outputs
+  ]
+
+
+def _get_capture_fn(name: str) -> Callable[[Any], Any] | None:
+  """Return how to capture a value with this tag; None if it is not needed."""
+  tag = _tags.parse_tag(name)
+  if tag is None or tag.kind in ("scale", "masked_updates"):
+    return None
+  capture_fns = {
+    "applied": lambda x: x.astype(jnp.int8),
+    "unscaled": _nonfinite_indicator,
+    "backward": _nonfinite_indicator,
+  }
+  return capture_fns.get(tag.kind, _tagged_values.UNCHANGED)
+
+
+def _is_optional(name: str) -> bool:
+  """Return whether a report needs no value with this tag to be complete."""
+  tag = _tags.parse_tag(name)
+  return tag is not None and tag.kind in _OPTIONAL_KINDS
+
+
+def _nonfinite_indicator(x: jax.Array) -> jax.Array:
+  """Return a scalar that is finite if and only if an array is.
+
+  It is zero for a finite array, so it stays finite if many of them are added.
+  """
+  nonfinite_part = jnp.where(jnp.isfinite(x), 0, jnp.abs(x))
+  return jnp.sum(nonfinite_part).astype(jnp.float32)
+
+
+def list_tags(
+  regions: _regions.Regions,
+) -> dict[_regions.Key, _outputs.TagGroup]:
+  """Return the tags of a program by position."""
+  tags = {
+    key: _tags.parse_tag(_tagged_values.get_tag(eqn) or "")
+    for key, eqn in regions.eqns.items()
+  }
+  return {key: _get_group(tag) for key, tag in tags.items() if tag is not None}
+
+
+def _get_group(tag: _tags.Tag) -> _outputs.TagGroup:
+  kind = tag.kind.removeprefix("scaled_").removeprefix("fixed_")
+  return _outputs.TagGroup(kind, tag.call)
