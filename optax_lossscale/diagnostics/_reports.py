@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+_MAX_ROWS = 20
+
 
 class PrintedReport:
   """A report, a dataclass, that a notebook shows like ``print`` does."""
@@ -176,24 +178,36 @@ def format_rest(items: Sequence[Any], num_shown: int, text: str) -> list[str]:
 
 
 def format_table(
-  rows: Sequence[Mapping[str, str]], num_left_aligned: int
-) -> str:
-  """Format a table, with a header.
+  rows: Sequence[Mapping[str, str]],
+  num_left_aligned: int,
+  *,
+  title: str = "",
+  full_list: str = "",
+) -> list[str]:
+  """Format the first rows of a table, with a header.
 
   Args:
-    rows: at least one row, from the names of the columns to the cells.
+    rows: the rows, from the names of the columns to the cells.
     num_left_aligned: the number of columns, from the first one, that are
       aligned to the left.
+    title: a line above the table.
+    full_list: where to find all rows.
 
   Returns:
-    The lines of the table, as one string.
+    The lines of the table; none if it has no rows.
   """
-  lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+  if not rows:
+    return []
+  lines = [list(rows[0]), *(list(x.values()) for x in rows[:_MAX_ROWS])]
   widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-  return "\n".join(
-    "  ".join(
-      cell.ljust(width) if i < num_left_aligned else cell.rjust(width)
-      for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-    ).rstrip()
-    for line in lines
+  align = lambda i, cell: (
+    cell.ljust(widths[i]) if i < num_left_aligned else cell.rjust(widths[i])
   )
+  return [
+    *filter(None, [title]),
+    *(
+      "  ".join(align(*pair) for pair in enumerate(line)).rstrip()
+      for line in lines
+    ),
+    *format_rest(rows, _MAX_ROWS, f"more rows: {full_list}"),
+  ]

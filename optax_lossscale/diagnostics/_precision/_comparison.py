@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from optax_lossscale.diagnostics import _reports
 
-_MAX_ROWS = 20
 _MAX_ARRAYS = _MAX_PROBLEMS = 3
 # If no layer alone explains an error, so many are listed.
 _MAX_LAYERS = 3
@@ -106,11 +105,8 @@ class PrecisionComparison(_reports.PrintedReport):
     has_overflow = self.overflowing or self.suggested_log2_scale_change < 0
     if self.reference_is_finite and not has_overflow:
       lines += self._format_arrays()
-    rows = list(map(_as_cells, self.layers[:_MAX_ROWS]))
-    if rows:
-      lines.append(_reports.format_table(rows, num_left_aligned=2))
-    lines += _reports.format_rest(
-      self.layers, _MAX_ROWS, "more rows: report.layers"
+    lines += _reports.format_table(
+      list(map(_as_cells, self.layers)), 2, full_list="report.layers"
     )
     return "\n".join(lines)
 
@@ -128,42 +124,37 @@ class PrecisionComparison(_reports.PrintedReport):
         " names the operation."
       ]
     problems = find_problems(self)
-    lines = []
-    for problem in problems[:_MAX_PROBLEMS]:
-      lines += [problem.cause, f"Fix: {problem.fix}"]
-    names = "report.overflowing, report.outliers"
-    lines += _reports.format_rest(problems, _MAX_PROBLEMS, f"more: {names}")
-    if lines:
-      return lines
     is_small = self.is_accurate and not self.ill_conditioned_arrays
     suffix = ", which is small" * is_small
-    return [f"No single layer dominates the error{suffix}."]
+    lines = [f"No single layer dominates the error{suffix}."] * (not problems)
+    for problem in problems[:_MAX_PROBLEMS]:
+      lines += [problem.cause, f"Fix: {problem.fix}"]
+    more = "more: report.overflowing, report.outliers"
+    return [*lines, *_reports.format_rest(problems, _MAX_PROBLEMS, more)]
 
   def _format_errors(self) -> str:
     """Return the line with the error of all arrays together."""
     num_arrays = len(self.array_errors)
-    arrays = self.target if num_arrays != 1 else self.target.removesuffix("s")
-    if self.target == "gradients":
-      arrays += " that the optimizer receives"
+    arrays = self.target.removesuffix("s" * (num_arrays == 1))
+    receiver = " that the optimizer receives" * (self.target == "gradients")
     return (
       f"Relative error in {self.dtype}: {self.error:.2g} ({num_arrays}"
-      f" {arrays})."
+      f" {arrays}{receiver})."
     )
 
   def _format_arrays(self) -> list[str]:
     """Return the lines on the largest errors, and on expected ones."""
-    lines = [
+    names, more = self.inaccurate_arrays, "more: report.inaccurate_arrays"
+    lines = ["Largest relative errors:"] * bool(names)
+    lines += [
       f"  {name or 'the result'}: {self.array_errors[name]:.2g}"
-      for name in self.inaccurate_arrays[:_MAX_ARRAYS]
+      for name in names[:_MAX_ARRAYS]
     ]
-    if lines:
-      lines.insert(0, "Largest relative errors:")
-    more = "more: report.inaccurate_arrays"
-    lines += _reports.format_rest(self.inaccurate_arrays, _MAX_ARRAYS, more)
-    names = [x or "the result" for x in self.ill_conditioned_arrays]
-    if names:
+    lines += _reports.format_rest(names, _MAX_ARRAYS, more)
+    expected = [x or "the result" for x in self.ill_conditioned_arrays]
+    if expected:
       lines.append(
-        f"In {self.dtype}, errors of {_reports.format_names(names)} are"
+        f"In {self.dtype}, errors of {_reports.format_names(expected)} are"
         " expected, since the function amplifies any rounding."
       )
     return lines
@@ -188,8 +179,6 @@ def find_problems(
   report: PrecisionComparison, loss_scale: LossScale | None = None
 ) -> list[_reports.Problem]:
   """Return the problems that a comparison found, each with a fix."""
-  loss_scale = loss_scale or LossScale()
-  log2_change = report.suggested_log2_scale_change
   if report.reference_is_zero or not report.reference_is_finite:
     return []
   if report.overflowing:
@@ -201,18 +190,8 @@ def find_problems(
       )
       for row in map(report.get_row, report.overflowing)
     ]
-  if log2_change < 0:
-    consequence = ", so this step is skipped" * loss_scale.can_decrease
-    cause = f"The backward pass overflows{consequence}"
-    return [_suggest_rescale(cause, log2_change, loss_scale)]
-  if log2_change > 0:
-    name = [*report.inaccurate_arrays, ""][0]
-    error = report.array_errors.get(name, report.error)
-    cause = (
-      f"{name or 'The ' + report.target.removesuffix('s')} underflows in the"
-      f" backward pass: relative error {error:.2g}"
-    )
-    return [_suggest_rescale(cause, log2_change, loss_scale)]
+  if report.suggested_log2_scale_change:
+    return [_suggest_rescale(report, loss_scale or LossScale())]
   # The limit for an outlier is lower than that for the error of all layers.
   if report.outliers:
     return [
@@ -223,9 +202,9 @@ def find_problems(
       )
       for row in map(report.get_row, report.outliers)
     ]
-  if report.is_accurate:
+  if report.is_accurate or not math.isfinite(report.error):
     return []
-  return [_explain_large_error(report)] if math.isfinite(report.error) else []
+  return [_explain_large_error(report)]
 
 
 def _explain_large_error(report: PrecisionComparison) -> _reports.Problem:
@@ -262,21 +241,35 @@ def _format_fix(rows: Sequence[_reports.LayerPrecision]) -> str:
 
 
 def _suggest_rescale(
-  cause: str, log2_change: int, loss_scale: LossScale
+  report: PrecisionComparison, loss_scale: LossScale
 ) -> _reports.Problem:
   """Return a problem whose fix is another loss scale."""
+  log2_change, can_decrease = (
+    report.suggested_log2_scale_change,
+    loss_scale.can_decrease,
+  )
+  if log2_change < 0:
+    consequence = ", so this step is skipped" * can_decrease
+    cause = f"The backward pass overflows{consequence}"
+  else:
+    name = [*report.inaccurate_arrays, ""][0]
+    error = report.array_errors.get(name, report.error)
+    cause = (
+      f"{name or 'The ' + report.target.removesuffix('s')} underflows in the"
+      f" backward pass: relative error {error:.2g}"
+    )
   if loss_scale.value is None:
-    fix = f"Lower the loss scale by 2**{-log2_change}."
-    if log2_change > 0:
-      fix = (
-        f"Scale the loss by 2**{log2_change}, or raise the loss scale by so"
-        " much: tx = ols.with_loss_scaling(optimizer), and"
-        " ols.value_and_grad(loss_fn, opt_state)."
-      )
+    fix = (
+      f"Lower the loss scale by 2**{-log2_change}."
+      if log2_change < 0
+      else f"Scale the loss by 2**{log2_change}, or raise the loss scale by so"
+      " much: tx = ols.with_loss_scaling(optimizer), and"
+      " ols.value_and_grad(loss_fn, opt_state)."
+    )
     return _reports.Problem(f"{cause}.", fix)
   new_scale = loss_scale.value * 2.0**log2_change
   cause = f"{cause} (loss scale {loss_scale.value:g})."
-  if loss_scale.lowest is not None and new_scale < loss_scale.lowest:
+  if new_scale < (loss_scale.lowest or 0.0):
     fix = (
       f"The loss scale must decrease to {new_scale:g}, but min_scale of its"
       f" policy stops it at {loss_scale.lowest:g}, and every step is skipped."
@@ -286,8 +279,9 @@ def _suggest_rescale(
     )
     return _reports.Problem(cause, fix)
   fix = f"opt_state = ols.set_loss_scale(opt_state, {new_scale:g})"
-  if log2_change < 0 and loss_scale.can_decrease:
-    fix += "; a dynamic loss scale also decreases on its own"
+  fix += "; a dynamic loss scale also decreases on its own" * (
+    log2_change < 0 and can_decrease
+  )
   return _reports.Problem(cause, fix, loss_scale=new_scale)
 
 

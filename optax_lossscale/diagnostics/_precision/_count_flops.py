@@ -31,7 +31,6 @@ from optax_lossscale.diagnostics import (
 )
 from optax_lossscale.diagnostics._precision import _layers
 
-_MAX_ROWS = 20
 # The jaxpr inside of these primitives only combines two numbers. It is not
 # counted as a body that runs.
 _REDUCER_PREFIXES = (
@@ -102,26 +101,27 @@ class FlopCount(_reports.PrintedReport):
         "count": str(row.run_count),
         "fraction": f"{row.fraction:.1%}",
       }
-      for row in self.unconverted[:_MAX_ROWS]
+      for row in self.unconverted
     ]
     optimizer_line = (
       f"FLOPs of the matmuls of the optimizer: {self.optimizer_flops:.3g}, not"
       " counted below."
     )
-    parts = [
-      *self._format_conclusion(),
-      *[optimizer_line] * bool(self.optimizer_flops),
-      *(f"Not analyzed: {limitation}" for limitation in self.limitations),
-    ]
-    if flops:
-      title = f"FLOPs of matmuls and convolutions: {self.total_flops:.3g}"
-      parts += [title, _reports.format_table(flops, 1)]
-    if unconverted:
-      title = f"Matmuls and convolutions not in {self.dtype}:"
-      parts += [title, _reports.format_table(unconverted, 3)]
-    more = "more rows: report.unconverted"
-    parts += _reports.format_rest(self.unconverted, _MAX_ROWS, more)
-    return "\n".join(parts)
+    title = f"FLOPs of matmuls and convolutions: {self.total_flops:.3g}"
+    return "\n".join(
+      [
+        *self._format_conclusion(),
+        *[optimizer_line] * bool(self.optimizer_flops),
+        *(f"Not analyzed: {limitation}" for limitation in self.limitations),
+        *_reports.format_table(flops, 1, title=title),
+        *_reports.format_table(
+          unconverted,
+          3,
+          title=f"Matmuls and convolutions not in {self.dtype}:",
+          full_list="report.unconverted",
+        ),
+      ]
+    )
 
   def _format_conclusion(self) -> list[str]:
     """Return the fraction that runs in the dtype, and how to raise it."""
@@ -265,24 +265,22 @@ def _get_fraction(flops: int, total_flops: int) -> float:
 
 def _list_matmuls(visits: list[_walk.EqnVisit]) -> list[_walk.EqnVisit]:
   """Return all matmuls, from each ``cond`` only those of its largest branch."""
-  flops_by_matmul = {
-    visit: flops * visit.num_executions
-    for visit in visits
-    if (flops := _primitives.count_eqn_flops(visit.eqn)) is not None
-  }
-  flops_by_branch: collections.Counter[Any] = collections.Counter()
-  for visit, flops in flops_by_matmul.items():
-    for branch in visit.cond_branches:
-      flops_by_branch[branch] += flops
-  # Maps each cond to its branch with the most FLOPs: in ascending order, the
-  # last branch of a cond overwrites the others.
+  matmuls, flops_by_branch = [], collections.Counter[Any]()
+  for visit in visits:
+    if _primitives.count_eqn_flops(visit.eqn) is not None:
+      matmuls.append(visit)
+      for branch in visit.cond_branches:
+        flops_by_branch[branch] += _layers.count_flops([visit])
+  # Maps each cond to its branch with the most FLOPs, which is the last one in
+  # ascending order, and so overwrites the others.
   largest_branches = dict(
-    sorted(flops_by_branch, key=lambda branch: flops_by_branch[branch])
+    branch for branch, _ in reversed(flops_by_branch.most_common())
   )
-  is_counted = lambda visit: all(
-    largest_branches[cond] == i for cond, i in visit.cond_branches
-  )
-  return list(filter(is_counted, flops_by_matmul))
+  return [
+    visit
+    for visit in matmuls
+    if all(largest_branches[cond] == i for cond, i in visit.cond_branches)
+  ]
 
 
 def _get_operand_dtype(eqn: core.JaxprEqn) -> np.dtype:
@@ -313,18 +311,15 @@ def _non_reducer_subjaxprs(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
 def _describe_limitation(visit: _walk.EqnVisit) -> str:
   """Return the limitation of counting an equation by shapes, or ``""``."""
   eqn = visit.eqn
-  may_have_flops = _primitives.is_matmul(eqn) or _eqns.get_hi_primitive(eqn)
+  reason = ""
   if isinstance(visit.hop, _higher_order.While):
     reason = "only one iteration is counted"
   elif visit.hop is None and _non_reducer_subjaxprs(eqn):
     reason = "its body is counted once"
-  elif (
-    visit.hop is None
-    and may_have_flops
-    and _primitives.count_eqn_flops(eqn) is None
-  ):
-    reason = "its FLOPs are not counted"
-  else:
+  elif visit.hop is None and _primitives.count_eqn_flops(eqn) is None:
+    may_have_flops = _primitives.is_matmul(eqn) or _eqns.get_hi_primitive(eqn)
+    reason = "its FLOPs are not counted" * bool(may_have_flops)
+  if not reason:
     return ""
   name = _source_info.get_primitive_name(eqn)
   where = _provenance.format_location(name, visit.location.source_line)
