@@ -21,7 +21,7 @@ from optax_lossscale.diagnostics import (
 from optax_lossscale.diagnostics._overflow import _find_overflow
 from optax_lossscale.diagnostics._overflow import _report as _overflow_report
 from optax_lossscale.diagnostics._precision import (
-  _compare_precision,
+  _compare_runs,
   _comparison,
   _count_flops,
 )
@@ -184,7 +184,7 @@ def _run_reports(
   half_carried: list[_carried_arrays.Carried] = []
   if search.origin is None:  # Otherwise the step in float32 may be another one.
     half_carried = _carried_arrays.select_half(runs.base, carried)
-  comparison = _compare_precision.compare_runs(
+  comparison = _compare_runs.compare_runs(
     runs,
     progress,
     measures_all=False,

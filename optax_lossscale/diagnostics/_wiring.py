@@ -24,7 +24,7 @@ from optax_lossscale.diagnostics import (
   _step_runs,
 )
 from optax_lossscale.diagnostics._overflow import _find_overflow
-from optax_lossscale.diagnostics._precision import _compare_precision
+from optax_lossscale.diagnostics._precision import _compare_runs
 
 _NOTHING_RETURNED = _reports.Problem(
   "The step returns neither new parameters nor a new opt_state, and changes no"
@@ -91,7 +91,7 @@ class Wiring(NamedTuple):
 
 def check_wiring(
   search: _find_overflow.SearchResult,
-  comparison: _compare_precision.ComparisonResult | None,
+  comparison: _compare_runs.ComparisonResult | None,
   carried: Sequence[_carried_arrays.Carried],
 ) -> Wiring:
   """Check how a step scales its gradients, and what it returns.

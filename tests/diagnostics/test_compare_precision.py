@@ -28,7 +28,7 @@ from optax_lossscale.diagnostics import (
   _tracing,
 )
 from optax_lossscale.diagnostics._precision import (
-  _compare_precision,
+  _compare_runs,
   _float32_eqns,
   _reference_program,
 )
@@ -56,7 +56,7 @@ def search_worst(fun, *args):
     runs = _step_runs.StepRuns(
       traced, lambda inputs, _=None: run(*inputs), run(*traced.inputs)
     )
-    result = _compare_precision.compare_runs(runs, progress, measures_all=False)
+    result = _compare_runs.compare_runs(runs, progress, measures_all=False)
   return result.report
 
 
@@ -557,10 +557,10 @@ def programs(monkeypatch):
   programs = []
   make_program = _reference_program.ReferenceProgram
 
-  def record(traced_jaxpr, inputs, layers, **kwargs):
+  def record(traced, output_indices, layers, **kwargs):
     names = [name for name, has_it in kwargs.items() if has_it]
     programs.append([*names, *["stats"] * bool(layers)])
-    return make_program(traced_jaxpr, inputs, layers, **kwargs)
+    return make_program(traced, output_indices, layers, **kwargs)
 
   monkeypatch.setattr(_reference_program, "ReferenceProgram", record)
   return programs

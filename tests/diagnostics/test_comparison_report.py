@@ -15,6 +15,7 @@ from optax_lossscale.diagnostics import _outputs
 from optax_lossscale.diagnostics._precision import _errors
 
 INF, NAN = math.inf, math.nan
+NO_NOISE = np.array([False])
 BAD = {"error": 0.5, "is_accurate": False}
 SMALL = "No single layer dominates the error, which is small."
 
@@ -195,7 +196,8 @@ def test_a_report_consists_of_plain_data_and_is_shown_in_notebooks():
 def measure(reference, other, groups=None):
   """Return the errors of arrays in half precision, and a function of a mask.
 
-  By default all arrays are of one result; else `groups` has the index of each.
+  The function returns the error of all arrays together, and then of each. By
+  default all arrays are of one result; else `groups` has the index of each.
   """
   groups = groups or [0] * len(reference)
   outputs = [_outputs.Output("result", str(i), x) for i, x in enumerate(groups)]
@@ -233,8 +235,9 @@ PAIRS = [
 
 @pytest.mark.parametrize("reference, other, error", PAIRS)
 def test_an_error_is_relative_to_the_norm_in_float32(reference, other, error):
-  errors, _ = measure([reference], [other])
-  assert errors.error == errors.array_errors[0] == pytest.approx(error)
+  errors, compute_effects = measure([reference], [other])
+  assert errors.array_errors[0] == pytest.approx(error)
+  assert compute_effects(NO_NOISE)[0] == pytest.approx(error)
   assert errors.is_finite
   assert errors.is_zero == (not np.any(reference))
 
@@ -243,7 +246,7 @@ def test_an_error_in_float64_does_not_leave_its_range():
   with jax.enable_x64(True):
     for size in 1e-150, 1e150:
       errors, _ = measure([[3 * size, 4 * size]], [[3 * size, 4.5 * size]])
-      assert errors.error == pytest.approx(0.1)
+      assert errors.array_errors[0] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("bad", [[NAN, 1.0], [INF, -INF]])
@@ -261,12 +264,12 @@ def test_entries_that_are_zero_only_in_half_precision_are_counted():
 def test_the_error_of_a_result_is_that_of_its_arrays_together():
   reference = [floats(300), floats(400), floats(3, 4)]
   other = [floats(300), floats(450), floats(3, 4.1)]
-  errors, _ = measure(reference, other, groups=[0, 0, 1])
-  np.testing.assert_allclose(errors.array_errors, [0, 0.125, 0.02], rtol=1e-5)
-  assert errors.error == pytest.approx(0.1)
+  _, compute_effects = measure(reference, other, groups=[0, 0, 1])
+  effects = compute_effects(NO_NOISE)
+  np.testing.assert_allclose(effects, [0.1, 0, 0.125, 0.02], rtol=1e-5)
   # The worst result counts.
-  errors, _ = measure(reference[::-1], other[::-1], groups=[0, 1, 1])
-  assert errors.error == pytest.approx(0.1)
+  _, compute_effects = measure(reference[::-1], other[::-1], groups=[0, 1, 1])
+  assert compute_effects(NO_NOISE)[0] == pytest.approx(0.1)
 
 
 def test_layers_are_not_to_blame_for_noise_or_for_an_array_of_zeros():
@@ -293,5 +296,5 @@ def test_state_next_to_gradients_is_judged_by_itself():
   comparison = _errors.OutputComparison(outputs, reference)
   assert comparison.names == ["w", "result mean"]
   errors = comparison.compute_errors([floats(1), floats(3), floats(9)])
-  assert errors.error == 0
-  assert errors.array_errors.tolist() == pytest.approx([0, 0.5])
+  effects = comparison.compute_effects(errors, NO_NOISE)
+  assert effects.tolist() == pytest.approx([0, 0, 0.5])

@@ -1,7 +1,6 @@
 """Errors of the outputs of a run, compared with those of a run in float32."""
 
-from collections.abc import Sequence
-import itertools
+from collections.abc import Mapping, Sequence
 import math
 from typing import Any, NamedTuple
 
@@ -10,42 +9,40 @@ import numpy as np
 
 from optax_lossscale.diagnostics import _host_values, _outputs
 
+# The outputs of a function, or some of them by their indices.
+_Outs = Sequence[Any] | Mapping[int, Any]
+
 
 class RunErrors(NamedTuple):
   """The errors of the outputs of one run, compared with the run in float32.
 
-  A *result* is an output of the function, or the gradients of one ``update``.
-  It has one or more arrays.
-
   Attributes:
-    error: the relative error of the result with the largest one, as a norm.
+    array_errors: the relative error of each array; float64[arrays].
+    squared_norms: for each array, the squared norms of the difference and of
+      the reference; float64[arrays, 2].
     is_finite: whether the outputs in float32 can be compared: no array has a
       NaN, or nothing but infs.
     is_zero: whether all outputs are zero in float32.
     underflow_fraction: the fraction of entries that are zero, but not in
       float32.
-    array_errors: the relative error of each array; float64[arrays].
-    squared_norms: for each array, the squared norms of the difference and of
-      the reference; float64[arrays, 2].
+    has_overflow: whether an unscaled gradient is not finite. A step may hide
+      it from `update`, or not call `update`.
   """
 
-  error: float
+  array_errors: np.ndarray
+  squared_norms: np.ndarray
   is_finite: bool
   is_zero: bool
   underflow_fraction: float
-  array_errors: np.ndarray
-  squared_norms: np.ndarray
+  has_overflow: bool
 
 
 class OutputComparison:
   """Compares the outputs of a function with those of a reference run.
 
-  Only the gradients that an ``update`` receives are compared, or else the
-  results of the function.
-
   Args:
     outputs: the outputs of the function.
-    reference_outs: their values in float32.
+    reference_outs: their values in float32, by their indices.
 
   Attributes:
     names: the names of the arrays that are compared.
@@ -54,30 +51,32 @@ class OutputComparison:
   def __init__(
     self,
     outputs: Sequence[_outputs.Output],
-    reference_outs: Sequence[Any],
+    reference_outs: _Outs,
   ) -> None:
-    self._indices = list_compared_indices(outputs)
-    compared = [outputs[i] for i in self._indices]
+    indices = list_compared_indices(outputs)
+    self._unscaled = [i for i in indices if outputs[i].kind == "unscaled"]
+    self._reference = {
+      i: reference_outs[i] for i in indices if i not in self._unscaled
+    }
+    compared = [outputs[i] for i in self._reference]
     has_grads = any(x.kind == "grads" for x in compared)
     self.names = [
       f"result {x.name}" if has_grads and x.kind != "grads" else x.name
       for x in compared
     ]
-    # The arrays of a result are contiguous, so reduceat can sum over them.
-    keys = [(x.kind, x.group) for x in compared]
-    self._group_starts = [
-      i for i, key in enumerate(keys) if i == 0 or key != keys[i - 1]
-    ]
-    # State next to gradients, such as running averages, is judged by itself.
-    self._in_total = [
-      keys[i][0] == "grads" or not has_grads for i in self._group_starts
-    ]
-    self._reference = [reference_outs[i] for i in self._indices]
+    # The arrays of each result of the function, or of the gradients of each
+    # `update`. State next to gradients, such as averages, is judged by itself.
+    groups: dict[Any, list[int]] = {}
+    for i, x in enumerate(compared):
+      if x.kind == "grads" or not has_grads:
+        groups.setdefault((x.kind, x.group), []).append(i)
+    self._groups = list(groups.values())
 
-  def compute_errors(self, outs: Sequence[Any]) -> RunErrors:
+  def compute_errors(self, outs: _Outs) -> RunErrors:
     """Compare the outputs of a run, and transfer only sums to the host."""
-    pairs = zip(self._reference, [outs[i] for i in self._indices], strict=True)
-    vectors = _host_values.to_host([_compare_arrays(*pair) for pair in pairs])
+    vectors = _host_values.to_host(
+      [_compare_arrays(x, outs[i]) for i, x in self._reference.items()]
+    )
     # float64, since squares of float32 numbers may be out of its range.
     *norms, unit, is_finite, is_nonzero, num_underflows = np.array(
       vectors, np.float64
@@ -85,55 +84,59 @@ class OutputComparison:
     with np.errstate(invalid="ignore", over="ignore"):
       # Undo the division by the unit.
       squared_norms = np.stack(norms, 1) * unit[:, None] ** 2
-    num_entries = sum(x.size for x in self._reference)
+    num_entries = sum(x.size for x in self._reference.values())
     return RunErrors(
-      error=self._compute_total_error(squared_norms),
+      array_errors=np.array(list(map(_compute_relative_error, squared_norms))),
+      squared_norms=squared_norms,
       is_finite=bool(is_finite.all()),
       is_zero=not is_nonzero.any(),
       underflow_fraction=float(num_underflows.sum()) / max(num_entries, 1),
-      array_errors=np.array(list(map(_compute_relative_error, squared_norms))),
-      squared_norms=squared_norms,
+      has_overflow=not _host_values.all_finite(outs[i] for i in self._unscaled),
     )
 
   def compute_effects(
-    self, errors: RunErrors, noise_mask: np.ndarray
+    self, errors: RunErrors, excluded_mask: np.ndarray
   ) -> np.ndarray:
     """Return the errors that can be attributed to layers.
 
-    A finite error of rounding noise is left out of the total, and is zero for
-    the array. The relative error of an array that is
-    zero in float32 is meaningless, too, but its norm counts in the total.
+    A finite error of an excluded array is left out of the total, and is zero
+    for the array. The relative error of an array that is zero in float32 is
+    meaningless, too, but its norm counts in the total.
 
     Args:
       errors: the errors of a run.
-      noise_mask: the arrays that are only rounding noise; bool[arrays].
+      excluded_mask: the arrays whose errors are expected; bool[arrays].
 
     Returns:
-      The error of all arrays together, and then of each; float64[1 + arrays].
+      The largest error of a result, as a norm over its arrays, and then that
+      of each array; float64[1 + arrays]. All are inf after an overflow.
     """
     is_finite = np.isfinite(errors.squared_norms[:, 0])
-    is_noise = noise_mask & is_finite
-    squared_norms = np.where(is_noise[:, None], 0.0, errors.squared_norms)
-    total_error = self._compute_total_error(squared_norms)
-    is_zero = is_finite & (errors.squared_norms[:, 1] == 0)
-    array_errors = np.where(is_noise | is_zero, 0.0, errors.array_errors)
-    return np.array([total_error, *array_errors])
-
-  def _compute_total_error(self, squared_norms: np.ndarray) -> float:
-    """Return the largest error of a result, as a norm over its arrays."""
+    is_excluded = excluded_mask & is_finite
+    squared_norms = np.where(is_excluded[:, None], 0.0, errors.squared_norms)
     with np.errstate(invalid="ignore", over="ignore"):
-      result_norms = np.add.reduceat(squared_norms, self._group_starts)
-    rows = itertools.compress(result_norms, self._in_total)
-    return max(map(_compute_relative_error, rows))
+      total_error = max(
+        _compute_relative_error(squared_norms[group].sum(0))
+        for group in self._groups
+      )
+    is_zero = is_finite & (errors.squared_norms[:, 1] == 0)
+    array_errors = np.where(is_excluded | is_zero, 0.0, errors.array_errors)
+    effects = np.array([total_error, *array_errors])
+    return np.maximum(effects, math.inf) if errors.has_overflow else effects
+
+  def measure_effects(
+    self, outs: _Outs, excluded_mask: np.ndarray
+  ) -> np.ndarray:
+    """Return the effects of a run: see :meth:`compute_effects`."""
+    return self.compute_effects(self.compute_errors(outs), excluded_mask)
 
 
-def list_compared_indices(
-  outputs: Sequence[_outputs.Output],
-) -> list[int]:
-  """Return the indices of the outputs that are compared.
+def list_compared_indices(outputs: Sequence[_outputs.Output]) -> list[int]:
+  """Return the indices of the outputs that a comparison needs.
 
-  For a step these are the gradients that `update` receives, and results that
-  are neither parameters nor metrics, such as running averages.
+  For a step these are the gradients that `update` receives, the unscaled
+  gradients, and results that are neither parameters nor metrics, such as
+  running averages.
   """
   if not any(x.kind == "grads" for x in outputs):
     return [i for i, x in enumerate(outputs) if x.kind == "result"]
@@ -144,7 +147,8 @@ def list_compared_indices(
     and not x.new_scales
     and not x.new_updates
   )
-  return [i for i, x in enumerate(outputs) if x.kind == "grads" or is_state(x)]
+  kinds = "grads", "unscaled"
+  return [i for i, x in enumerate(outputs) if x.kind in kinds or is_state(x)]
 
 
 # It is compiled once for each shape: XLA would take far longer to compile a

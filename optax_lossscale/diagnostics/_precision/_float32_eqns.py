@@ -137,10 +137,12 @@ def is_float32(x: Any) -> bool:
 
 def _retrace_in_float32(jaxpr: _eqns.AnyJaxpr) -> _eqns.AnyJaxpr:
   closed_jaxpr = _eqns.close_jaxpr(jaxpr)
-  avals: list[Any] = [v.aval for v in closed_jaxpr.jaxpr.invars]
+  invars: list[Any] = closed_jaxpr.jaxpr.invars
   avals = [
-    jax.ShapeDtypeStruct(x.shape, jnp.float32) if is_half(x) else x
-    for x in avals
+    jax.ShapeDtypeStruct(v.aval.shape, jnp.float32)
+    if is_half(v.aval)
+    else v.aval
+    for v in invars
   ]
   new_jaxpr: Any = jax.make_jaxpr(core.jaxpr_as_fun(closed_jaxpr))(*avals)
   return new_jaxpr if isinstance(jaxpr, _eqns.ClosedJaxpr) else new_jaxpr.jaxpr
@@ -156,9 +158,8 @@ def eval_as_written(eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
   Returns:
     Its results, likewise.
   """
-  avals: list[Any] = [v.aval for v in eqn.invars]
-  pairs = zip(inputs, avals, strict=True)
-  args = [x.astype(aval.dtype) if is_half(aval) else x for x, aval in pairs]
+  pairs: Any = zip(inputs, eqn.invars, strict=True)
+  args = [x.astype(v.aval.dtype) if is_half(v.aval) else x for x, v in pairs]
   return list(map(upcast, _eqns.eqn_as_fun(eqn)(*args)))
 
 

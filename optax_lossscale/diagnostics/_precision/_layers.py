@@ -5,9 +5,10 @@ pass: a matmul and its bias, a normalization, a sum. The statistics of a layer
 show whether the arrays that it rounds overflow or underflow.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,7 @@ from optax_lossscale._jaxprs import (
   _source_info,
   _walk,
 )
-from optax_lossscale.diagnostics import _dtype_limits, _reports
+from optax_lossscale.diagnostics import _dtype_limits, _host_values, _reports
 from optax_lossscale.diagnostics._precision import _float32_eqns
 
 
@@ -129,7 +130,7 @@ def group_by_layer(
 
 def list_rounding_layers(closed_jaxpr: _eqns.ClosedJaxpr) -> list[Layer]:
   """Return the layers of a program that round to half precision."""
-  return group_by_layer(walk_rounding_eqns(closed_jaxpr), _get_half_dtype)
+  return group_by_layer(_walk_rounding_eqns(closed_jaxpr), _get_half_dtype)
 
 
 def _get_half_dtype(eqn: core.JaxprEqn) -> Any:
@@ -139,12 +140,7 @@ def _get_half_dtype(eqn: core.JaxprEqn) -> Any:
   return next(v.aval.dtype for v in atoms if _float32_eqns.is_half(v.aval))
 
 
-def find_half_dtypes(closed_jaxpr: _eqns.ClosedJaxpr) -> set[Any]:
-  """Return the half-precision dtypes to which a program rounds."""
-  return {_get_half_dtype(x.eqn) for x in walk_rounding_eqns(closed_jaxpr)}
-
-
-def walk_rounding_eqns(
+def _walk_rounding_eqns(
   closed_jaxpr: _eqns.ClosedJaxpr,
 ) -> Iterator[_walk.EqnVisit]:
   """Visit each equation that rounds, and on which an output depends.
@@ -181,6 +177,24 @@ class LayerStats(NamedTuple):
   amax: Any
   underflow_fraction: Any
   subnormal_fraction: Any
+
+
+def make_rows(
+  layers: Sequence[Layer], stats: Mapping[int, LayerStats]
+) -> list[_reports.LayerPrecision]:
+  """Return the rows of a report on layers, by their statistics in float32."""
+  host_stats, rows = _host_values.to_host(stats), []
+  for i, layer in enumerate(layers):
+    amax = float(host_stats[i].amax)
+    log2_max = math.log2(float(jnp.finfo(layer.dtype).max))
+    rows.append(
+      layer.as_row(
+        log2_headroom=log2_max - math.log2(amax) if amax else math.inf,
+        program_index=i,
+        **{k: float(x) for k, x in host_stats[i]._asdict().items()},
+      )
+    )
+  return rows
 
 
 def make_empty_stats() -> LayerStats:

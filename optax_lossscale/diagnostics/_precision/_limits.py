@@ -1,20 +1,23 @@
 """Decide which errors are large, and which layers and loss scales explain them.
 
-All functions take plain numbers. The effects of a run are the error of all
-arrays together, and then of each.
+All functions take plain numbers, or rows of a report. The effects of a run are
+the error of all arrays together, and then of each.
 """
 
 from collections.abc import Callable, Sequence
 import math
+from typing import NamedTuple
 
 import numpy as np
 
-# A layer is an outlier if its effect is above _OUTLIER_EPS times the spacing of
+from optax_lossscale.diagnostics import _reports
+
+# A layer is an outlier if its effect is above OUTLIER_EPS times the spacing of
 # numbers at 1, and above _OUTLIER_RATIO times the effect of all lesser layers
 # together. In float16 the first is an error of 0.016.
 # Layers in front of batch normalization may be far above it, but not above
 # their neighbours.
-_OUTLIER_EPS = 16.0
+OUTLIER_EPS = 16.0
 # For a single array the limit is higher: in models that learn well, the errors
 # of single arrays reach two thirds of it.
 _INACCURATE_EPS = 64.0
@@ -43,24 +46,18 @@ _LOG2_MARGIN = 2
 _MIN_IMPROVEMENT = 2.0
 
 
-def exceeds_limits(effects: np.ndarray, eps: float) -> np.ndarray:
-  """Return whether each effect is so large that it can have an outlier.
-
-  Args:
-    effects: the error of all arrays together, and then of each; float64[n].
-    eps: the spacing of numbers at 1 in half precision.
-  """
-  return effects > _make_thresholds(len(effects), eps, _OUTLIER_EPS)
-
-
-def find_large_errors(effects: np.ndarray, eps: float) -> np.ndarray:
+def find_large_errors(
+  effects: np.ndarray, eps: float, total_eps: float = _LARGE_EPS
+) -> np.ndarray:
   """Return whether each error is too large for the dtype.
 
   Args:
     effects: the error of all arrays together, and then of each; float64[n].
     eps: the spacing of numbers at 1 in half precision.
+    total_eps: the limit of the error of all arrays together, as a multiple of
+      ``eps``. With ``OUTLIER_EPS``, it is large if it can have an outlier.
   """
-  return effects > _make_thresholds(len(effects), eps, _LARGE_EPS)
+  return effects > _make_thresholds(len(effects), eps, total_eps)
 
 
 def _make_thresholds(size: int, eps: float, total_eps: float) -> np.ndarray:
@@ -69,17 +66,12 @@ def _make_thresholds(size: int, eps: float, total_eps: float) -> np.ndarray:
   return thresholds
 
 
-def may_be_expected(error: float, array_errors: np.ndarray, eps: float) -> bool:
+def may_be_expected(array_errors: np.ndarray) -> bool:
   """Return whether an error is so large that one asks whether it is expected.
 
-  Args:
-    error: the error of all arrays together.
-    array_errors: the error of each; float64[arrays].
-    eps: the spacing of numbers at 1 in half precision.
+  Half precision makes noise of numbers that are less exact by far.
   """
-  is_large = exceeds_limits(np.array([error, *array_errors]), eps)
-  # Half precision makes noise of numbers that are less exact by far.
-  return bool(is_large.any() or (array_errors > _NOISE_THRESHOLD).any())
+  return bool((array_errors > _NOISE_THRESHOLD).any())
 
 
 def find_expected_errors(
@@ -135,32 +127,138 @@ def find_log2_increase(
   return next(k for k, x in excess_by_increase.items() if x <= 1.1 * best)
 
 
-def compute_log2_excess(log2_headrooms: Sequence[float]) -> int:
-  """Return log2 of the factor by which layers overflow at most, or 0.
+class Causes(NamedTuple):
+  """The causes of errors.
 
-  It suggests a loss scale where none is an argument, so that none was tried.
+  Attributes:
+    layers: the rows of all measured layers, the largest error first.
+    overflowing: the names of the layers that overflow in the forward pass, the
+      one with the largest numbers first.
+    outliers: the names of the layers with far larger errors than all others.
+    log2_scale_change: log2 of the factor by which to change the loss scale; 0
+      if it is not the cause.
+    is_amplified: whether the function amplifies any rounding, and nothing else
+      causes the errors of some arrays.
   """
-  excess = -min(log2_headrooms, default=0.0)
-  return math.ceil(excess) if 0 < excess < math.inf else 0
+
+  layers: tuple[_reports.LayerPrecision, ...] = ()
+  overflowing: tuple[str, ...] = ()
+  outliers: tuple[str, ...] = ()
+  log2_scale_change: int = 0
+  is_amplified: bool = False
 
 
-def compute_log2_shortfall(
-  layers: Sequence[tuple[float, float, float]], eps: float
-) -> int:
-  """Return log2 of a loss scale with which layers do not underflow, or 0.
+def find_causes(
+  rows: Sequence[_reports.LayerPrecision],
+  row_effects: Sequence[np.ndarray],
+  effects: np.ndarray,
+  eps: float,
+  *,
+  log2_scale_change: int = 0,
+  tried_scales: bool = False,
+) -> Causes:
+  """Return which layers, or which loss scale, cause errors.
+
+  A layer that overflows in the forward pass is the cause, whatever the loss
+  scale is; else a loss scale with which the errors are small; else outliers.
 
   Args:
-    layers: for each layer in the backward pass, its error alone, the fraction
-      of entries that are zero or subnormal, and log2 of its headroom.
+    rows: the rows of the measured layers, without errors.
+    row_effects: the effect of each; float64[1 + arrays].
+    effects: the effects of all layers together.
     eps: the spacing of numbers at 1 in half precision.
+    log2_scale_change: log2 of the change of the loss scale that helped; 0 if
+      none did, or none was tried.
+    tried_scales: whether a loss scale was changed that acts.
   """
-  if not any(
-    error > _OUTLIER_EPS * eps and fraction > _MAX_SUBNORMAL_FRACTION
-    for error, fraction, _ in layers
+  # If errors are equal, such as inf, the layer with the largest numbers is
+  # first.
+  pairs = sorted(
+    (
+      (row._replace(isolated_error=float(effect[0])), effect)
+      for row, effect in zip(rows, row_effects, strict=True)
+    ),
+    key=lambda pair: (-pair[1][0], -(pair[0].amax or 0.0)),
+  )
+  overflowing = [
+    row
+    for row, effect in pairs
+    if row.overflows
+    and row.name
+    and not row.backward
+    and find_large_errors(effect, eps, OUTLIER_EPS).any()
+  ]
+  overflowing.sort(key=lambda row: row.log2_headroom or 0.0)
+  if not overflowing and not log2_scale_change:
+    log2_scale_change = _suggest_log2_scale_change(
+      [row for row, _ in pairs if row.backward], effects, eps, tried_scales
+    )
+  outliers: tuple[str, ...] = ()
+  # If the backward pass overflows, the errors of all layers are infinite.
+  if pairs and log2_scale_change >= 0:
+    names, columns = zip(*((row.name, x) for row, x in pairs), strict=True)
+    outliers = find_outliers(names, np.array(columns), eps)
+  return Causes(
+    layers=tuple(row for row, _ in pairs),
+    overflowing=tuple(dict.fromkeys(row.name for row in overflowing)),
+    outliers=outliers,
+    log2_scale_change=log2_scale_change,
+  )
+
+
+def _suggest_log2_scale_change(
+  rows: Sequence[_reports.LayerPrecision],
+  effects: np.ndarray,
+  eps: float,
+  tried_scales: bool,
+) -> int:
+  """Return log2 of a factor on the loss scale with which layers stay in range.
+
+  Args:
+    rows: the rows of the layers in the backward pass.
+    effects: the effects of all layers together.
+    eps: the spacing of numbers at 1 in half precision.
+    tried_scales: whether a larger loss scale was tried, and did not help.
+  """
+  headroom = min((row.log2_headroom or 0.0 for row in rows), default=0.0)
+  if not math.isfinite(effects[0]):
+    return math.floor(min(headroom, 0.0))
+  underflows = any(
+    (row.isolated_error or 0.0) > OUTLIER_EPS * eps
+    and (row.underflow_fraction or 0.0) + (row.subnormal_fraction or 0.0)
+    > _MAX_SUBNORMAL_FRACTION
+    for row in rows
+  )
+  if (
+    tried_scales or not underflows or not find_large_errors(effects, eps).any()
   ):
     return 0
-  headroom = min(headroom for _, _, headroom in layers)
   return max(math.floor(headroom) - _LOG2_MARGIN, 0)
+
+
+def is_amplified(
+  causes: Causes,
+  effects: np.ndarray,
+  measure_without: Callable[[Sequence[str]], np.ndarray] | None,
+  eps: float,
+) -> bool:
+  """Return whether errors that any rounding may cause have no other cause.
+
+  Args:
+    causes: the causes of all errors.
+    effects: the errors as trained without the arrays with these errors.
+    measure_without: returns the errors without some layers; None if no layer
+      was run.
+    eps: the spacing of numbers at 1 in half precision.
+  """
+  if causes.log2_scale_change or causes.overflowing:
+    return False
+  if not causes.outliers or measure_without is None:
+    return True
+  # Outliers are to blame if the errors are small without them.
+  remaining = measure_without(causes.outliers)
+  is_fixed = not find_large_errors(remaining, eps).any()
+  return not is_fixed and not find_large_errors(effects, eps).any()
 
 
 def find_outliers(
@@ -182,21 +280,21 @@ def find_outliers(
     The names of the outliers, the worst first, and equal ones in the order of
     ``names``. A layer that makes an array nonfinite is always an outlier.
   """
-  unique_names = list(dict.fromkeys(names))
-  norms = np.zeros((len(unique_names), effects.shape[1]))
+  norms: dict[str, np.ndarray] = {}
   for name, effect in zip(names, effects, strict=True):
-    i = unique_names.index(name)
-    norms[i] = np.hypot(norms[i], effect)
-  worst_norms: dict[str, float] = {}
-  for column, column_norms in enumerate(norms.T):
-    threshold = (_INACCURATE_EPS if column else _OUTLIER_EPS) * eps
-    for i in _find_outlier_indices(column_norms, threshold):
-      worst_norms[unique_names[i]] = max(
-        worst_norms.get(unique_names[i], 0.0), column_norms[i]
-      )
-  outliers = sorted(worst_norms, key=unique_names.index)
-  outliers.sort(key=lambda name: worst_norms[name], reverse=True)
-  return tuple(filter(None, outliers))
+    norms[name] = np.hypot(norms.get(name, 0.0), effect)
+  columns = np.stack([*norms.values()], axis=1)
+  worst_norms = np.zeros(len(norms))
+  thresholds = _make_thresholds(len(columns), eps, OUTLIER_EPS)
+  for column, threshold in zip(columns, thresholds, strict=True):
+    outliers = _find_outlier_indices(column, threshold)
+    worst_norms[outliers] = np.maximum(worst_norms, column)[outliers]
+  order = np.argsort(-worst_norms, kind="stable")
+  return tuple(
+    name
+    for name, norm in ((list(norms)[i], worst_norms[i]) for i in order)
+    if name and norm
+  )
 
 
 def _find_outlier_indices(norms: np.ndarray, threshold: float) -> np.ndarray:

@@ -32,6 +32,7 @@ from optax_lossscale._jaxprs import (
 from optax_lossscale.diagnostics import (
   _dtype_limits,
   _report_program,
+  _tracing,
 )
 from optax_lossscale.diagnostics._precision import (
   _float32_eqns,
@@ -48,11 +49,11 @@ class RunResult(NamedTuple):
   """The result of a run.
 
   Attributes:
-    outs: the outputs, in float32 instead of half precision.
+    outs: the outputs, in float32 instead of half precision, by their indices.
     stats: the statistics of each layer, by its index.
   """
 
-  outs: list[Any]
+  outs: dict[int, Any]
   stats: dict[int, _layers.LayerStats]
 
 
@@ -60,8 +61,8 @@ class ReferenceProgram:
   """A program that runs in float32, or with some layers in half precision.
 
   Args:
-    closed_jaxpr: the jaxpr.
-    example_inputs: its inputs, whose devices run it.
+    traced: the function; the devices of its inputs run the program.
+    output_indices: the indices of the outputs that it computes.
     layers: the layers to measure.
     has_flags: whether each layer can run in half precision.
 
@@ -72,25 +73,25 @@ class ReferenceProgram:
 
   def __init__(
     self,
-    closed_jaxpr: _eqns.ClosedJaxpr,
-    example_inputs: Sequence[Any],
+    traced: _tracing.TracedFunction,
+    output_indices: Sequence[int],
     layers: Sequence[_layers.Layer],
     *,
     has_flags: bool = False,
   ) -> None:
     self._num_flags = len(layers) if has_flags else 0
     self.limitations: dict[str, None] = {}
+    closed_jaxpr = traced.restrict_outputs(output_indices).closed_jaxpr
 
     def run(inputs: Sequence[Any], run_inputs: _RunInputs) -> RunResult:
       stats = {i: _layers.make_empty_stats() for i, _ in enumerate(layers)}
-      evaluator = _ReferenceEvaluator(run_inputs, layers)
+      evaluator = _ReferenceEvaluator(run_inputs, layers, self.limitations)
       frame = _state_threading.Frame(closed_jaxpr)
       inputs = list(map(_float32_eqns.upcast, inputs))
       outs = evaluator.eval_jaxpr(frame, inputs, stats)
-      self.limitations |= evaluator.limitations
-      return RunResult(outs, stats)
+      return RunResult(dict(zip(output_indices, outs, strict=True)), stats)
 
-    options = _report_program.make_compiler_options(example_inputs)
+    options = _report_program.make_compiler_options(traced.inputs)
     self._run = jax.jit(run, compiler_options=options)
 
   def run(
@@ -135,19 +136,26 @@ class _ReferenceEvaluator(_report_program.ReportEvaluator):
 
   The state has the statistics of the layers, and ``shared`` is a
   :class:`_RunInputs`.
+
+  Args:
+    run_inputs: the inputs that control the run.
+    layers: the layers to measure.
+    limitations: receives what can't be evaluated in float32, in sentences.
   """
 
   def __init__(
-    self, run_inputs: _RunInputs, layers: Sequence[_layers.Layer]
+    self,
+    run_inputs: _RunInputs,
+    layers: Sequence[_layers.Layer],
+    limitations: dict[str, None],
   ) -> None:
     super().__init__(run_inputs)
-    self.limitations: dict[str, None] = {}
+    self._layers, self._limitations = layers, limitations
     self._has_flags = bool(run_inputs.half_flags.size)
     self._half_search = _walk.EqnSearch(_float32_eqns.has_half, _eqns.subjaxprs)
     self._layer_by_path = {
       visit.path: i for i, x in enumerate(layers) for visit in x.visits
     }
-    self._autocast_layers = {i for i, x in enumerate(layers) if x.in_autocast}
     # The layers inside of each equation.
     self._inner_layers: dict[_state_threading.Path, dict[int, None]] = {}
     for path, index in self._layer_by_path.items():
@@ -203,7 +211,7 @@ class _ReferenceEvaluator(_report_program.ReportEvaluator):
   ) -> list[Any]:
     """Return the operands of a matmul, perturbed or rounded if asked for."""
     lhs, rhs, *others = inputs
-    if layer in self._autocast_layers:
+    if layer is not None and self._layers[layer].in_autocast:
       # `autocast` casts the operands for this matmul alone.
       pairs = zip((lhs, rhs), eqn.invars, strict=False)
       lhs, rhs = (self._round(x, v.aval, layer, state) for x, v in pairs)
@@ -249,16 +257,18 @@ class _ReferenceEvaluator(_report_program.ReportEvaluator):
   def _report_opaque(self, visit: _state_threading.Visit) -> None:
     """Record that an equation was evaluated in half precision."""
     eqn, frame = visit.eqn, visit.frame
-    has_half_operands = any(_float32_eqns.is_half(v.aval) for v in eqn.invars)
     is_bitcast = eqn.primitive.name == "bitcast_convert_type"
-    if is_bitcast and not has_half_operands:
+    if is_bitcast and not any(
+      _float32_eqns.is_half(v.aval) for v in eqn.invars
+    ):
       return  # Random bits, for example, which are not rounded.
     location = frame.location.locate(eqn, frame.closed_jaxpr.jaxpr)
     name = _source_info.get_primitive_name(eqn)
     label = _provenance.format_location(name, location.label)
-    self.limitations[
+    sentence = (
       f"Not analyzed: {label}, which runs in half precision in every run."
-    ] = None
+    )
+    self._limitations[sentence] = None
 
 
 # Each matmul calls this function. It is jitted, so that JAX traces it once for
