@@ -8,7 +8,6 @@ executions.
 import collections
 from collections.abc import Callable
 import dataclasses
-import functools
 from typing import Any
 
 from jax.extend import core
@@ -90,7 +89,7 @@ class FlopCount(_reports.PrintedReport):
       {
         "operand dtype": dtype,
         "flops": f"{count:.3g}",
-        "fraction": f"{_get_fraction(count, self.total_flops):.1%}",
+        "fraction": f"{count / max(self.total_flops, 1):.1%}",
       }
       for dtype, count in self.flops_by_dtype.items()
     ]
@@ -221,18 +220,19 @@ def count_traced(
     flops[str(layer.dtype)] += layer.flops
   dtype = dtype or np.dtype(max("float16", "bfloat16", key=lambda x: flops[x]))
   total_flops = flops.total()
-  unconverted = [x for x in layers if not _is_as_narrow(x.dtype, dtype)]
+  unconverted = [
+    x for x in layers if x.dtype != dtype and x.dtype.itemsize >= dtype.itemsize
+  ]
   unconverted.sort(key=lambda layer: layer.flops, reverse=True)
   flops_in_dtype = total_flops - sum(x.flops for x in unconverted)
   has_autocast = any(x.in_autocast for x in layers)
-  get_fraction = functools.partial(_get_fraction, total_flops=total_flops)
   return FlopCount(
     dtype=str(dtype),
     total_flops=total_flops,
-    fraction=get_fraction(flops_in_dtype),
+    fraction=flops_in_dtype / total_flops if total_flops else 1.0,
     flops_by_dtype=dict(flops.most_common()),
     unconverted=tuple(
-      x.as_row(fraction=get_fraction(x.flops)) for x in unconverted
+      x.as_row(fraction=x.flops / max(total_flops, 1)) for x in unconverted
     ),
     can_autocast=not has_autocast
     and any(_is_castable(x.eqn) for layer in unconverted for x in layer.visits),
@@ -241,26 +241,12 @@ def count_traced(
   )
 
 
-def _is_as_narrow(operand_dtype: np.dtype, dtype: np.dtype) -> bool:
-  """Return whether a dtype is another one, or has fewer bits."""
-  if jnp.issubdtype(operand_dtype, jnp.inexact):
-    bits = jnp.finfo(operand_dtype).bits
-  else:  # finfo does not know integers and booleans.
-    bits = 8 * operand_dtype.itemsize
-  return operand_dtype == dtype or bits < jnp.finfo(dtype).bits
-
-
 def _is_castable(eqn: core.JaxprEqn) -> bool:
   """Return whether `autocast` could cast the operands of a matmul."""
   avals: Any = (v.aval for v in (*eqn.invars[:2], *eqn.outvars))
   return _primitives.has_castable_dtypes(eqn) and all(
     aval.dtype == jnp.float32 for aval in avals
   )
-
-
-def _get_fraction(flops: int, total_flops: int) -> float:
-  """Return a fraction of all FLOPs; 1.0 if there are none."""
-  return flops / total_flops if total_flops else 1.0
 
 
 def _list_matmuls(visits: list[_walk.EqnVisit]) -> list[_walk.EqnVisit]:

@@ -175,17 +175,10 @@ def _compare_arrays(reference: Any, other: Any) -> Any:
   amax = jnp.maximum(compute_amax(x), compute_amax(y))
   unit = jnp.where(amax > 0, amax, jnp.ones_like(amax))
   x, y = x / unit.astype(x.dtype), y / unit.astype(y.dtype)
+  sums = [jnp.sum(jnp.abs(z) ** 2) for z in (y - x, x)]
   is_finite = ~jnp.isnan(a).any() & (jnp.isfinite(a).any() | (a.size == 0))
-  sums = [_sum_squares(y - x), _sum_squares(x)]
   counts = [is_finite, jnp.any(a != 0), jnp.sum((a != 0) & (b == 0))]
-  dtype = sums[0].dtype
-  return jnp.stack([x.astype(dtype) for x in (*sums, unit, *counts)])
-
-
-def _sum_squares(x: Any) -> Any:
-  terms = jnp.abs(x) ** 2
-  dtype = jnp.promote_types(terms.dtype, jnp.float32)
-  return jnp.sum(terms, dtype=dtype)
+  return jnp.stack([x.astype(unit.dtype) for x in (*sums, unit, *counts)])
 
 
 def _compute_relative_error(sums: Any) -> float:
