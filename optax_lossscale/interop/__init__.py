@@ -4,10 +4,14 @@ The other systems are never imported: importers read dicts and attributes, and
 exporters return dicts.
 """
 
-from optax_lossscale.interop._flax import from_flax, to_flax
-from optax_lossscale.interop._jmp import from_jmp
 from optax_lossscale.interop._keras import from_keras, to_keras
-from optax_lossscale.interop._torch import from_torch, to_torch
+from optax_lossscale.interop._scalers import (
+  from_flax,
+  from_jmp,
+  from_torch,
+  to_flax,
+  to_torch,
+)
 
 __all__ = [
   "from_flax",

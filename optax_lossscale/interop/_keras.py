@@ -5,8 +5,8 @@ import functools
 from typing import Any
 
 from optax_lossscale import _checks, _policies, _transfer_guard
-from optax_lossscale.interop import _reading, _writing
-from optax_lossscale.interop._reading import FieldSpec
+from optax_lossscale.interop import _fields
+from optax_lossscale.interop._fields import FieldSpec
 
 # Keys of the optimizer configs that don't affect the loss scale.
 _INNER_KEYS = ("inner_optimizer", "optimizer", "name")
@@ -56,11 +56,11 @@ _KERAS_3_VARIABLES = {
 # Variables of the base class of the optimizers of Keras 3.
 _KERAS_3_BASE_VARIABLES = ("iteration", "learning_rate")
 
-_read_fields = functools.partial(_reading.read_fields, "from_keras")
+_read_fields = functools.partial(_fields.read_fields, "from_keras")
 
 
 @_transfer_guard.allow_transfers
-def from_keras(config: Any, variables: Any = None) -> _reading.PolicyAndState:
+def from_keras(config: Any, variables: Any = None) -> _fields.PolicyAndState:
   """The policy and state of a TensorFlow, tf.keras or Keras 3 loss scaler.
 
   All of them grow the scale on the N-th finite step and halve it (or divide it
@@ -106,17 +106,17 @@ def from_keras(config: Any, variables: Any = None) -> _reading.PolicyAndState:
   """
   policy = _policy_from_config(config)
   if variables is None:
-    return _reading.initial_result(policy)
+    return _fields.initial_result(policy)
   if isinstance(policy, _policies.FixedLossScale):
     _read_fields("variables", variables, {})
-    return _reading.initial_result(policy)
+    return _fields.initial_result(policy)
   if policy.min_scale == 1:
     values = _read_fields("variables", variables, _TF_VARIABLES)
   else:
     values = _read_fields(
       "variables", variables, _KERAS_3_VARIABLES, _KERAS_3_BASE_VARIABLES
     )
-  return _reading.resumed_result("from_keras", policy, values)
+  return _fields.resumed_result("from_keras", policy, values)
 
 
 @_transfer_guard.allow_transfers
@@ -147,8 +147,8 @@ def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
   """
   caller = "to_keras"
   if isinstance(policy, _policies.FixedLossScale):
-    _writing.check_hyperparams(caller, policy, ("scale",))
-    scale, _ = _writing.get_scale_and_count(caller, policy, state)
+    _fields.check_hyperparams(caller, policy, ("scale",))
+    scale, _ = _fields.get_scale_and_count(caller, policy, state)
     fixed_config = {
       "dynamic": False,
       "initial_scale": scale,
@@ -161,10 +161,10 @@ def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
     isinstance(policy, _policies.DynamicLossScale) and policy.min_scale == 1
   )
   written_fields = ("growth_interval", *(["min_scale"] if is_tf else []))
-  dynamic_policy = _writing.as_dynamic_policy(
+  dynamic_policy = _fields.as_dynamic_policy(
     caller, policy, written_fields, min_scale=required_floor
   )
-  scale, count = _writing.get_scale_and_count(caller, policy, state)
+  scale, count = _fields.get_scale_and_count(caller, policy, state)
   config = {
     "initial_scale": float(dynamic_policy.init_scale),
     "dynamic_growth_steps": int(dynamic_policy.growth_interval),
@@ -173,7 +173,7 @@ def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
     config, keys = {"dynamic": True, **config}, _TF_VARIABLES
   else:
     keys = _KERAS_3_VARIABLES
-    count = _writing.clamp_count(count, dynamic_policy.growth_interval)
+    count = _fields.clamp_count(count, dynamic_policy.growth_interval)
   variables = dict(zip(keys, (scale, count), strict=True))
   return {"config": config, "variables": variables}
 
@@ -197,7 +197,7 @@ def _policy_from_config(
       config,
     )
     return _policies.FixedLossScale(
-      _reading.check_and_convert_field(*coerce_args, "scale")
+      _fields.check_and_convert_field(*coerce_args, "scale")
     )
   # Three kinds of configs contain another config: serialized objects, the
   # optimizer of TF 2.3, and compiled models.
@@ -216,7 +216,7 @@ def _policy_from_config(
       if depth == _MAX_NESTING:
         raise ValueError(
           f"from_keras: config must be nested at most {_MAX_NESTING} levels"
-          f" deep, got a deeper config: {_reading.safe_repr(config)}. Pass the"
+          f" deep, got a deeper config: {_fields.safe_repr(config)}. Pass the"
           " config of the loss scaler itself."
         )
       return _policy_from_config(inner, depth + 1)
@@ -237,10 +237,10 @@ def _policy_from_fields(
     values = _read_fields(
       "config of Keras 3", config, _OPTIMIZER_FIELDS, ignored_keys
     )
-    return _reading.make_dynamic_policy(values)
+    return _fields.make_dynamic_policy(values)
   values = _read_fields("config of DynamicLossScale", config, _DYNAMIC_FIELDS)
   backoff_factor = 1 / values["growth_factor"]
-  return _reading.make_dynamic_policy(
+  return _fields.make_dynamic_policy(
     values, backoff_factor=backoff_factor, min_scale=1.0
   )
 
@@ -256,7 +256,7 @@ def _check_optimizer(optimizer: Any) -> None:
   if not (isinstance(class_name, str) and "LossScale" in class_name):
     raise ValueError(
       "from_keras: optimizer in the compile configuration must be a serialized"
-      f" LossScaleOptimizer, got {_reading.safe_repr(class_name or optimizer)}."
+      f" LossScaleOptimizer, got {_fields.safe_repr(class_name or optimizer)}."
       " Keras 3 wraps the optimizer of a mixed_float16 model later: pass"
       " model.optimizer.get_config()."
     )
@@ -269,7 +269,7 @@ def _policy_from_tf_config(
   source_name = "config of tf.keras"
   values = _read_fields(source_name, config, _TF_OPTIMIZER_FIELDS, _INNER_KEYS)
   if values["dynamic"]:
-    return _reading.make_dynamic_policy(values, min_scale=1.0)
+    return _fields.make_dynamic_policy(values, min_scale=1.0)
   # `initial_scale` is required for a fixed scale, so it has no default here.
   fixed_specs = {**_TF_OPTIMIZER_FIELDS, "initial_scale": FieldSpec("scale")}
   return _policies.FixedLossScale(
