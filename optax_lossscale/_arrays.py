@@ -1,13 +1,15 @@
-"""Helpers for arrays: predicates, casts, selects and folds of scalars."""
+"""Helpers for arrays: predicates, casts, selects, folds and transfers."""
 
 from collections.abc import Callable, Sequence
 import functools
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 # On CPU and TPU, XLA flushes smaller numbers to zero.
 FLOAT32_TINY = float(jnp.finfo(jnp.float32).smallest_normal)
@@ -249,3 +251,18 @@ def _select_in_float32(
 ) -> jax.Array:
   upcast = (lax.convert_element_type(x, jnp.float32) for x in (new, old))
   return lax.convert_element_type(lax.select(condition, *upcast), old.dtype)
+
+
+def allow_transfers(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+  """Decorate a function to allow transfers between host and devices.
+
+  Training loops set the guard to find unintended transfers. A report has to
+  transfer data.
+  """
+
+  @functools.wraps(fun)
+  def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+    with jax.transfer_guard("allow"):
+      return fun(*args, **kwargs)
+
+  return wrapper

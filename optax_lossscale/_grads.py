@@ -8,7 +8,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from optax_lossscale import _arrays, _paths
+from optax_lossscale import _arrays, _trees
 
 # The largest unscaled gradient that no result dtype (bfloat16, float32, float64
 # or complex) turns into inf: bfloat16 has the smallest maximum of them.
@@ -56,7 +56,7 @@ def is_grad(path: Any, leaf: Any) -> bool:
 
 def is_fp8_stat(path: Any) -> bool:
   """Return whether a tree path leads into Flax's fp8 statistics."""
-  return any(_paths.key_name(key) == _OVERWRITE_WITH_GRADIENT for key in path)
+  return any(_trees.key_name(key) == _OVERWRITE_WITH_GRADIENT for key in path)
 
 
 def all_finite(tree: Any) -> jax.Array:

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _arrays, _checks, _policies, _state, _transfer_guard
+from optax_lossscale import _arrays, _checks, _policies, _state
 
 
-@_transfer_guard.allow_transfers
+@_arrays.allow_transfers
 def loss_scale_metrics(
   state: Any,
   *,
@@ -101,7 +101,7 @@ class LossScaleError(RuntimeError):
   """
 
 
-@_transfer_guard.allow_transfers
+@_arrays.allow_transfers
 def raise_if_stuck(state: Any, *, max_consecutive_skips: int = 50) -> None:
   """Raises if the last steps were all skipped, so that the run is stuck.
 

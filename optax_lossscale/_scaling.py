@@ -12,7 +12,7 @@ from jax import lax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale import _arrays, _checks, _grads, _state, _tags, _warnings
+from optax_lossscale import _arrays, _checks, _grads, _state, _tags
 from optax_lossscale._jaxprs import _source_info
 
 _ALREADY_DIFFERENTIATED_HINT = (
@@ -267,7 +267,7 @@ def _warn_if_inside_multi_steps(state: Any) -> None:
   is_multi_steps = lambda x: isinstance(x, optax.MultiStepsState)
   leaves = jax.tree.leaves(state, is_leaf=is_multi_steps)
   if any(is_multi_steps(x) and _state.has_loss_scale(x) for x in leaves):
-    _warnings.warn(
+    _source_info.warn_user(
       "The loss scale is inside optax.MultiSteps, which accumulates a gradient"
       " that is inf or NaN before with_loss_scaling can skip it, so every later"
       " step may be skipped. Swap them:"
@@ -428,7 +428,7 @@ def _warn_if_narrow_range(loss: Any) -> None:
   dtype = jnp.result_type(loss)
   if not _arrays.has_narrow_range(dtype):
     return
-  _warnings.warn(
+  _source_info.warn_user(
     f"fun returns a {dtype} loss. The backward pass starts with the loss scale"
     f" in {dtype}, so the loss scale can't exceed {jnp.finfo(dtype).max}."
     " Return the loss in float32: loss.astype(jnp.float32)."

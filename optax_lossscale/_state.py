@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale import _arrays, _checks, _paths, _transfer_guard
+from optax_lossscale import _arrays, _checks, _trees
 
 _Tree = TypeVar("_Tree")
 
@@ -68,7 +68,7 @@ def get_loss_scale_state(state: Any) -> LossScaleState:
   return _unwrap_variables(loss_scale_state)
 
 
-@_transfer_guard.allow_transfers
+@_arrays.allow_transfers
 def set_loss_scale(state: _Tree, value: jax.typing.ArrayLike) -> _Tree:
   """Returns the state with another loss scale in it.
 
@@ -103,7 +103,7 @@ def set_loss_scale(state: _Tree, value: jax.typing.ArrayLike) -> _Tree:
 
   def replace(path: Any, leaf: Any) -> Any:
     subpath = path[len(prefix) :] if path[: len(prefix)] == prefix else ()
-    field = _paths.key_name(subpath[0]) if subpath else None
+    field = _trees.key_name(subpath[0]) if subpath else None
     if field == "loss_scale":
       new = jnp.clip(
         jnp.asarray(value, jnp.float32),
@@ -324,7 +324,7 @@ def _check_selectable(path: Any, new: Any, old: Any) -> None:
       " arrays can be selected on a device, got"
       f" {_checks.describe_arg('new', new)} and"
       f" {_checks.describe_arg('old', old)} at"
-      f" {_paths.leaf_name(path)}. Remove this leaf from both."
+      f" {_trees.leaf_name(path)}. Remove this leaf from both."
     )
 
 
@@ -346,7 +346,7 @@ def _unflatten_like(old: Any, new: Any) -> Any:
       path for key, (path, _) in by_path.items() if key not in other_by_path
     ]
     if unmatched_paths:
-      path = _paths.leaf_name(unmatched_paths[0]) or "the root of the tree"
+      path = _trees.leaf_name(unmatched_paths[0]) or "the root of the tree"
       raise ValueError(
         "new and old must have leaves at the same paths, got"
         f" {path} only in {name}."
@@ -359,7 +359,7 @@ def _index_leaves_by_path(tree: Any) -> dict[tuple[Any, ...], tuple[Any, Any]]:
   """Index the (path, leaf) pairs of a tree by the names of the path's keys."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   return {
-    tuple(map(_paths.key_name, path)): (path, leaf) for path, leaf in leaves
+    tuple(map(_trees.key_name, path)): (path, leaf) for path, leaf in leaves
   }
 
 

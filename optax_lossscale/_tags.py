@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from optax_lossscale import _grads, _paths
+from optax_lossscale import _grads, _trees
 
 # "scale": the loss scale, where it multiplies a loss or divides gradients.
 # "unscaled": gradients that were divided by the loss scale.
@@ -72,7 +72,7 @@ def tag_tree(kind: TagKind, tree: Any) -> Any:
   """Tag each gradient in a tree with its index and path."""
   leaf_counter = itertools.count()
   leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-  names = _paths.leaf_names(path for path, _ in leaves)
+  names = _trees.leaf_names(path for path, _ in leaves)
   tagged_leaves = [
     _tag_if_traced(Tag(kind, next(leaf_counter), name), leaf)
     if _grads.is_grad(path, leaf)

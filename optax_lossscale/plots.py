@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _checks, _state, _transfer_guard, diagnostics
+from optax_lossscale import _arrays, _checks, _state, diagnostics
 from optax_lossscale.diagnostics import _dtype_limits, _leaves
 
 __all__ = [
@@ -48,7 +48,7 @@ class ExponentHistogram(NamedTuple):
   nonfinite_count: int
 
 
-@_transfer_guard.allow_transfers
+@_arrays.allow_transfers
 def exponent_histogram(tree: Any) -> ExponentHistogram:
   """Counts the entries of a tree by binade.
 
@@ -92,7 +92,7 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
   )
 
 
-@_transfer_guard.allow_transfers
+@_arrays.allow_transfers
 def plot_exponents(
   grads: Any,
   dtype: Any = jnp.float16,
@@ -184,7 +184,7 @@ def _shade_dtype_ranges(
     ax.axvspan(*span, color=color, alpha=0.15, linewidth=0, label=label)
 
 
-@_transfer_guard.allow_transfers
+@_arrays.allow_transfers
 def plot_loss_scale(history: Any, *, ax: Any = None) -> Any:
   """Plots the loss scale over the steps, and marks skipped steps.
 
@@ -291,7 +291,7 @@ _NORMAL_COLOR, _OUTLIER_COLOR = "tab:gray", "tab:red"
 _Rows = list[diagnostics.LayerPrecision]
 
 
-@_transfer_guard.allow_transfers
+@_arrays.allow_transfers
 def plot_precision(
   report: diagnostics.PrecisionComparison, *, axes: Any = None
 ) -> Any:

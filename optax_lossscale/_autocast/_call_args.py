@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale import _flattening, _paths
+from optax_lossscale import _trees
 from optax_lossscale._jaxprs import _weights
 
 
@@ -76,7 +76,7 @@ def _flatten_with_paths(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
     variables = [(tuple(map(str, path)), x) for path, x in flat]
     return [(path, x) for path, y in variables for x in jax.tree.leaves(y)]
   leaves = jax.tree_util.tree_leaves_with_path(tree)
-  names = _paths.leaf_names(path for path, _ in leaves)
+  names = _trees.leaf_names(path for path, _ in leaves)
   return [
     (tuple(name.split("/")) if path else (), leaf)
     for name, (path, leaf) in zip(names, leaves, strict=True)
@@ -116,7 +116,7 @@ def close_over_args(
   call_tree = owner, args, kwargs
   if nnx is None or not has_instance(call_tree, (nnx.Module, nnx.Variable)):
     return _rename_like(fun, lambda: fun(*args, **kwargs)), lambda out: out
-  flat = _flattening.flatten_named_trees([("", call_tree)])
+  flat = _trees.flatten_named_trees([("", call_tree)])
   old_variables = dict(nnx.to_flat_state(nnx.state(call_tree, nnx.Variable)))
 
   def call_with_copies() -> tuple[Any, Any]:

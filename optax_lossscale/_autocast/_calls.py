@@ -1,6 +1,6 @@
 """Traces a function, rewrites its jaxpr to half precision and evaluates it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 import functools
 import itertools
 import types
@@ -9,18 +9,21 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from optax_lossscale import _warnings
 from optax_lossscale._autocast import (
   _float32_filter,
-  _float32_warnings,
+  _matmuls,
   _rewrite,
 )
 from optax_lossscale._jaxprs import (
   _custom_derivatives,
   _eqns,
   _provenance,
+  _source_info,
+  _walk,
   _weights,
 )
+
+_MAX_LISTED_EQNS = 3
 
 
 class AutocastConfig(NamedTuple):
@@ -181,10 +184,54 @@ def rewrite_program(
   out_paths = program_weights.get_jaxpr_weights(closed_jaxpr, paths).get_paths(
     closed_jaxpr.jaxpr.outvars
   )
-  message = _float32_warnings.describe_unentered(
+  message = _describe_unentered(
     closed_jaxpr, set(result.log.unentered_eqns), config.dtype
   )
   return result, out_paths, message
+
+
+def _describe_unentered(
+  closed_jaxpr: _eqns.ClosedJaxpr,
+  unentered_eqns: Set[core.JaxprEqn],
+  dtype: Any,
+) -> str:
+  """Return the warning about matmuls that autocast could not rewrite.
+
+  Args:
+    closed_jaxpr: the jaxpr before the rewrite.
+    unentered_eqns: the equations that can't be rewritten. Some may contain no
+      matmul, but a rule that may contain matmuls.
+    dtype: the half precision.
+
+  Returns:
+    The warning; empty if no equation contains a matmul.
+  """
+  if not unentered_eqns:
+    return ""
+  search = _matmuls.MatmulSearch(dtype)
+  locations = list(
+    dict.fromkeys(
+      _provenance.format_location(
+        _source_info.get_primitive_name(visit.eqn), visit.location.source_line
+      )
+      for visit in _walk.walk(closed_jaxpr, _matmuls.subjaxprs_to_search)
+      if visit.eqn in unentered_eqns
+      and (
+        _matmuls.has_exported_matmul(visit.eqn) or search.any_inside(visit.eqn)
+      )
+    )
+  )
+  if not locations:
+    return ""
+  listed = ", ".join(locations[:_MAX_LISTED_EQNS])
+  if len(locations) > _MAX_LISTED_EQNS:
+    listed += f" and {len(locations) - _MAX_LISTED_EQNS} more"
+  return (
+    f"autocast left {listed} unchanged: the matmuls and convolutions inside run"
+    f" in float32 instead of {dtype}. To keep them in float32 and silence this"
+    " warning, wrap the function that calls them in"
+    " optax_lossscale.keep_float32."
+  )
 
 
 def _rewrite_rule_jaxpr(
@@ -199,7 +246,7 @@ def _rewrite_rule_jaxpr(
   """
   result, out_paths, message = rewrite_program(closed_jaxpr, paths, config)
   if message:
-    _warnings.warn(message)
+    _source_info.warn_user(message)
   return result.jaxpr, out_paths
 
 
@@ -229,5 +276,5 @@ def _autocast_rule_call(
     fun, config._replace(paths_by_id=paths_by_id, output_paths=paths.outputs)
   )
   if result.message:
-    _warnings.warn(result.message)
+    _source_info.warn_user(result.message)
   return result.out, result.out_paths

@@ -1,12 +1,14 @@
-"""Source info of equations: operation names and the user's source lines."""
+"""Source info of equations and warnings: operations and the user's lines."""
 
 import functools
 import inspect
 import os
 import sys
 import sysconfig
+import traceback
 import types
 from typing import Any, NamedTuple
+import warnings
 
 import jax
 from jax.extend import core
@@ -158,6 +160,22 @@ def is_user_file(file_name: str) -> bool:
     os.path.dirname(file) + os.sep for file in library_files if file
   )
   return not is_stdlib and not file_name.startswith(library_dirs)
+
+
+def warn_user(message: str) -> None:
+  """Warn at the innermost line of user code on the call stack.
+
+  The frames between that line and the caller belong to this package, to JAX,
+  and to libraries such as Flax that call the function being traced.
+  """
+  frames = traceback.walk_stack(inspect.currentframe())
+  levels = (
+    level
+    for level, (frame, _) in enumerate(frames)
+    if is_user_file(frame.f_code.co_filename)
+  )
+  # If no frame is the user's, point to this function.
+  warnings.warn(message, stacklevel=next(levels, 0) + 1)
 
 
 def is_autodiff_code(code: types.CodeType) -> bool:

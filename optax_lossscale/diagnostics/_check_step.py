@@ -9,7 +9,7 @@ from collections.abc import Callable
 import dataclasses
 from typing import Any
 
-from optax_lossscale import _transfer_guard
+from optax_lossscale import _arrays
 from optax_lossscale.diagnostics import (
   _carried_arrays,
   _problems,
@@ -91,7 +91,7 @@ class StepCheck(_reports.PrintedReport):
     return "\n".join(lines)
 
 
-@_transfer_guard.allow_transfers
+@_arrays.allow_transfers
 def check_step(
   fun: Callable[..., Any], *args: Any, progress: bool = True, **kwargs: Any
 ) -> StepCheck:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _arrays, _flattening, _paths, _state
+from optax_lossscale import _arrays, _state, _trees
 from optax_lossscale._jaxprs import _eqns
 from optax_lossscale.diagnostics import _outputs
 
@@ -84,7 +84,7 @@ class FlatCall:
 
   def _flatten(self, trees: list[Any]) -> Any:
     pairs = list(zip(self._names, trees, strict=True))
-    return _flattening.flatten_named_trees(pairs)
+    return _trees.flatten_named_trees(pairs)
 
 
 def _get_positional_names(fun: Callable[..., Any], num_args: int) -> list[str]:
@@ -124,7 +124,7 @@ def _collect_float_results(
     for i, (outer_path, result) in enumerate(results)
     for inner_path, leaf in jax.tree_util.tree_leaves_with_path(result)
   ]
-  names = _paths.leaf_names(path for _, path, _ in leaves)
+  names = _trees.leaf_names(path for _, path, _ in leaves)
   return [
     (
       _outputs.Output(

@@ -9,7 +9,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _arrays, _grads, _paths, _transfer_guard
+from optax_lossscale import _arrays, _grads, _trees
 
 # The smallest and the largest floor(log2) of a float64, subnormals included.
 MIN_EXPONENT, MAX_EXPONENT = -1074, 1023
@@ -51,7 +51,7 @@ class NonfiniteLeaf(NamedTuple):
     )
 
 
-@_transfer_guard.allow_transfers
+@_arrays.allow_transfers
 def nonfinite_leaves(grads: Any) -> list[NonfiniteLeaf]:
   """Lists the leaves that hold an inf or a NaN.
 
@@ -182,7 +182,7 @@ def measure_grads(
   """
   as_array = lambda x: x if isinstance(x, jax.Array) else np.asarray(x)
   paths_and_leaves = jax.tree_util.tree_leaves_with_path(tree)
-  names = _paths.leaf_names(path for path, _ in paths_and_leaves)
+  names = _trees.leaf_names(path for path, _ in paths_and_leaves)
   leaves = [
     (name, as_array(leaf))
     for name, (path, leaf) in zip(names, paths_and_leaves, strict=True)

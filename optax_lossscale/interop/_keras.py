@@ -4,7 +4,7 @@ from collections.abc import Mapping
 import functools
 from typing import Any
 
-from optax_lossscale import _checks, _policies, _transfer_guard
+from optax_lossscale import _arrays, _checks, _policies
 from optax_lossscale.interop import _fields
 from optax_lossscale.interop._fields import FieldSpec
 
@@ -59,7 +59,7 @@ _KERAS_3_BASE_VARIABLES = ("iteration", "learning_rate")
 _read_fields = functools.partial(_fields.read_fields, "from_keras")
 
 
-@_transfer_guard.allow_transfers
+@_arrays.allow_transfers
 def from_keras(config: Any, variables: Any = None) -> _fields.PolicyAndState:
   """The policy and state of a TensorFlow, tf.keras or Keras 3 loss scaler.
 
@@ -119,7 +119,7 @@ def from_keras(config: Any, variables: Any = None) -> _fields.PolicyAndState:
   return _fields.resumed_result("from_keras", policy, values)
 
 
-@_transfer_guard.allow_transfers
+@_arrays.allow_transfers
 def to_keras(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
   """The config and variables with which Keras continues as our policy would.
 

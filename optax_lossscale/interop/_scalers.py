@@ -6,7 +6,7 @@ Lightning and Accelerate use the scaler of torch, too.
 from collections.abc import Mapping
 from typing import Any
 
-from optax_lossscale import _checks, _policies, _transfer_guard
+from optax_lossscale import _arrays, _checks, _policies
 from optax_lossscale.interop import _fields
 from optax_lossscale.interop._fields import FieldSpec
 
@@ -44,7 +44,7 @@ _JMP_FIELDS = {
 }
 
 
-@_transfer_guard.allow_transfers
+@_arrays.allow_transfers
 def from_torch(state_dict: Any) -> _fields.PolicyAndState:
   """The policy and state of a `torch.amp.GradScaler`.
 
@@ -89,7 +89,7 @@ def from_torch(state_dict: Any) -> _fields.PolicyAndState:
   return _fields.resumed_result("from_torch", policy, values)
 
 
-@_transfer_guard.allow_transfers
+@_arrays.allow_transfers
 def to_torch(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
   """The state dict with which a `GradScaler` continues as our policy would.
 
@@ -134,7 +134,7 @@ def to_torch(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
   }
 
 
-@_transfer_guard.allow_transfers
+@_arrays.allow_transfers
 def from_flax(dynamic_scale: Any, **static: Any) -> _fields.PolicyAndState:
   """The policy and state of Flax's `DynamicScale`.
 
@@ -180,7 +180,7 @@ def from_flax(dynamic_scale: Any, **static: Any) -> _fields.PolicyAndState:
   return _fields.resumed_result(caller, policy, values)
 
 
-@_transfer_guard.allow_transfers
+@_arrays.allow_transfers
 def to_flax(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
   """The fields of a `DynamicScale` that continues as our policy would.
 
@@ -218,7 +218,7 @@ def to_flax(policy: _policies.LossScalePolicy, state: Any) -> dict[str, Any]:
   }
 
 
-@_transfer_guard.allow_transfers
+@_arrays.allow_transfers
 def from_jmp(loss_scale: Any) -> _fields.PolicyAndState:
   """The policy and state of a jmp loss scale.
 

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 import optax_lossscale as ols
-from optax_lossscale import _transfer_guard, diagnostics, interop, plots
+from optax_lossscale import _arrays, diagnostics, interop, plots
 
 matplotlib.use("Agg")
 
@@ -114,7 +114,7 @@ def test_each_public_function_runs_on_the_host_or_in_a_step():
 
 def test_each_function_on_the_host_allows_transfers():
   # On CPU, reads are free, and so no guard would stop them.
-  guarded = _transfer_guard.allow_transfers(len).__code__
+  guarded = _arrays.allow_transfers(len).__code__
   assert [fun for fun in ON_HOST if fun.__code__ is not guarded] == []
 
 

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from optax_lossscale import _transfer_guard, _warnings
+from optax_lossscale import _arrays
 from optax_lossscale._jaxprs import (
   _eqns,
   _primitives,
   _provenance,
   _regions,
+  _source_info,
   _walk,
 )
 from optax_lossscale.diagnostics import (
@@ -51,7 +52,7 @@ _REPEATED_CALLBACK = (
 )
 
 
-@_transfer_guard.allow_transfers
+@_arrays.allow_transfers
 def find_overflow(
   fun: Callable[..., Any],
   *args: Any,
@@ -130,9 +131,9 @@ def find_overflow(
     result = search_traced(traced, progress_line)
   if result.origin is None:
     for limitation in result.limitations:
-      _warnings.warn(f"find_overflow found no inf or NaN. {limitation}")
+      _source_info.warn_user(f"find_overflow found no inf or NaN. {limitation}")
   elif _report_program.has_callback_with_result(traced.closed_jaxpr.jaxpr):
-    _warnings.warn(_REPEATED_CALLBACK)
+    _source_info.warn_user(_REPEATED_CALLBACK)
   return result.origin
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from optax_lossscale import _transfer_guard
+from optax_lossscale import _arrays
 from optax_lossscale._autocast import _matmuls
 from optax_lossscale.diagnostics import (
   _instrumented_program,
@@ -19,7 +19,7 @@ from optax_lossscale.diagnostics._precision import (
 )
 
 
-@_transfer_guard.allow_transfers
+@_arrays.allow_transfers
 def compare_precision(
   fun: Callable[..., Any],
   *args: Any,

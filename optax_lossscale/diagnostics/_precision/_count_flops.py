@@ -14,7 +14,7 @@ from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _transfer_guard
+from optax_lossscale import _arrays
 from optax_lossscale._jaxprs import (
   _eqns,
   _higher_order,
@@ -145,7 +145,7 @@ class FlopCount(_reports.PrintedReport):
     return lines
 
 
-@_transfer_guard.allow_transfers
+@_arrays.allow_transfers
 def count_flops(
   fun: Callable[..., Any],
   *args: Any,
