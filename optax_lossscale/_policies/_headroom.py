@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale import _arrays, _checks, _state
-from optax_lossscale._policies import _log2_scales, _search
+from optax_lossscale._policies import _log2_scales
 from optax_lossscale._state import LossScaleState
 
 # The binades by which the limit rises at most after a step with gradients, and
@@ -178,7 +178,7 @@ class HeadroomLossScale:
       failed_log2_scale=jnp.full((), _NO_LIMIT, jnp.int32),
       steps_since_overflow=jnp.zeros((), jnp.int32),
       steps_without_grads=jnp.zeros((), jnp.int32),
-      search_delay=jnp.full((), _search.MIN_SEARCH_DELAY, jnp.int32),
+      search_delay=jnp.full((), _log2_scales.MIN_SEARCH_DELAY, jnp.int32),
       amax_history=jnp.zeros((int(self.amax_history_len),), jnp.float32),
     )
     return _state.make_initial_state(self.init_scale, policy_state)
@@ -312,7 +312,7 @@ class HeadroomLossScale:
       failed_log2_scale=failed_log2_scale,
       steps_since_overflow=steps_since_overflow,
       steps_without_grads=jnp.zeros((), jnp.int32),
-      search_delay=_search.update_search_delay(
+      search_delay=_log2_scales.update_search_delay(
         policy_state.search_delay,
         policy_state.steps_without_grads,
         ~is_search_only,
@@ -384,7 +384,7 @@ class HeadroomLossScale:
       policy_state.amax_history
     )
     init_log2_scale = _log2_scales.floor_log2(self.init_scale)
-    return _search.propose_log2_scale(
+    return _log2_scales.propose_log2_scale(
       policy_state.steps_without_grads - policy_state.search_delay,
       policy_state.steps_since_overflow,
       jnp.where(has_history, target_log2_scale, init_log2_scale),

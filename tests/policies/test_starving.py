@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._policies import _search
+from optax_lossscale._policies import _log2_scales
 
 simulation = load_benchmark("policies/simulation")
 
@@ -174,7 +174,7 @@ def test_gradients_above_float16_lower_the_scale_only_by_overflows(name):
 def find_guesses(steps):
   """Whether each of these steps of a search is a guess, and at which scale."""
   args = steps, jnp.int32(1), jnp.int32(999), (-24, 126)
-  is_guess, exponents = _search.propose_log2_scale(*args)
+  is_guess, exponents = _log2_scales.propose_log2_scale(*args)
   return is_guess & (exponents != 999), exponents
 
 
