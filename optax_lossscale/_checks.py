@@ -113,16 +113,21 @@ def describe_arg(name: str, value: Any) -> str:
   return f"{name} of type {type(value).__name__}"
 
 
-def as_float_dtype(dtype: Any) -> Any:
+def as_float_dtype(dtype: Any, max_bits: int = 64) -> Any:
   """Return the dtype as a NumPy dtype; raise unless it is a float dtype."""
   try:
     # jnp.dtype(None) would be float64.
     as_dtype = None if dtype is None else jnp.dtype(dtype)
   except TypeError:
     as_dtype = None
-  if as_dtype is None or not jnp.issubdtype(as_dtype, jnp.floating):
+  if (
+    as_dtype is None
+    or not jnp.issubdtype(as_dtype, jnp.floating)
+    or jnp.finfo(as_dtype).bits > max_bits
+  ):
     raise TypeError(
-      f"dtype must be a float dtype such as jnp.float16, got dtype = {dtype!r}."
+      f"dtype must be a float dtype of at most {max_bits} bits, such as"
+      f" jnp.float16, got dtype = {dtype!r}."
     )
   return as_dtype
 

@@ -135,7 +135,7 @@ def plot_exponents(
     Micikevicius et al, `Mixed Precision Training
     <https://arxiv.org/abs/1710.03740>`_, 2018
   """
-  dtype = _dtype_limits.check_float_dtype(dtype)
+  dtype = _checks.as_float_dtype(dtype, max_bits=32)
   if _state.has_loss_scale(loss_scale):
     loss_scale = _state.get_loss_scale_state(loss_scale).loss_scale
   _checks.check_scale("loss_scale", loss_scale)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,14 +51,3 @@ def format_overflow_threshold(primitive: str, dtype: np.dtype) -> str:
   if primitive not in OVERFLOW_THRESHOLDS:
     return ""
   return f"{OVERFLOW_THRESHOLDS[primitive](float(jnp.finfo(dtype).max)):.3g}"
-
-
-def check_float_dtype(dtype: Any) -> np.dtype:
-  """Return a dtype, or raise if it is no float dtype of at most 32 bits."""
-  dtype = np.dtype(dtype)
-  if not jnp.issubdtype(dtype, jnp.floating) or dtype == np.float64:
-    raise TypeError(
-      "dtype must be a float dtype of at most 32 bits, such as float16, got"
-      f" dtype = {dtype}."
-    )
-  return dtype

@@ -14,7 +14,7 @@ from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _arrays
+from optax_lossscale import _arrays, _checks
 from optax_lossscale._jaxprs import (
   _eqns,
   _higher_order,
@@ -24,7 +24,6 @@ from optax_lossscale._jaxprs import (
   _walk,
 )
 from optax_lossscale.diagnostics import (
-  _dtype_limits,
   _reports,
   _tracing,
 )
@@ -193,7 +192,7 @@ def count_flops(
   .. seealso:: :func:`compare_precision` measures the error of each layer.
   """
   if dtype is not None:
-    dtype = _dtype_limits.check_float_dtype(dtype)
+    dtype = _checks.as_float_dtype(dtype, max_bits=32)
   traced = _tracing.trace("count_flops", fun, args, kwargs, allow_abstract=True)
   return count_traced(traced, dtype)
 

@@ -5,7 +5,7 @@ pass: a matmul and its bias, a normalization, a sum. The statistics of a layer
 show whether the arrays that it rounds overflow or underflow.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import functools
 import math
@@ -129,8 +129,12 @@ def group_by_layer(
 
 
 def list_rounding_layers(closed_jaxpr: _eqns.ClosedJaxpr) -> list[Layer]:
-  """Return the layers of a program that round to half precision."""
-  return group_by_layer(_walk_rounding_eqns(closed_jaxpr), _get_half_dtype)
+  """Return the layers that round to half precision, if an output needs them."""
+  get_bodies = lambda eqn: _higher_order.get_bodies(
+    _higher_order.parse_higher_order(eqn)
+  )
+  visits = _walk.walk(closed_jaxpr, get_bodies, only_live=True)
+  return group_by_layer(filter(_is_rounding, visits), _get_half_dtype)
 
 
 def _get_half_dtype(eqn: core.JaxprEqn) -> Any:
@@ -140,27 +144,19 @@ def _get_half_dtype(eqn: core.JaxprEqn) -> Any:
   return next(v.aval.dtype for v in atoms if _float32_eqns.is_half(v.aval))
 
 
-def _walk_rounding_eqns(
-  closed_jaxpr: _eqns.ClosedJaxpr,
-) -> Iterator[_walk.EqnVisit]:
-  """Visit each equation that rounds, and on which an output depends.
+def _is_rounding(visit: _walk.EqnVisit) -> bool:
+  """Return whether an equation rounds, other than those that it contains.
 
   The casts of `autocast` are left out, since its matmuls round their operands.
   """
-  for visit in _walk.walk(closed_jaxpr, _get_bodies, only_live=True):
-    if (
-      _float32_eqns.is_rounding(visit.eqn)
-      and visit.hop is None
-      and (
-        _primitives.is_matmul(visit.eqn)
-        or visit.stack_location.autocast_dtype is None
-      )
-    ):
-      yield visit
-
-
-def _get_bodies(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
-  return _higher_order.get_bodies(_higher_order.parse_higher_order(eqn))
+  return (
+    _float32_eqns.is_rounding(visit.eqn)
+    and visit.hop is None
+    and (
+      _primitives.is_matmul(visit.eqn)
+      or visit.stack_location.autocast_dtype is None
+    )
+  )
 
 
 class LayerStats(NamedTuple):
