@@ -149,13 +149,6 @@ def _has_tracer(leaves: Sequence[Any]) -> bool:
   return any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
 
 
-def cast_if_both_real_or_complex(x: jax.Array, dtype: Any) -> jax.Array:
-  """Cast x, unless only one of x and the dtype is complex."""
-  if is_complex(dtype) != is_complex(x.dtype):
-    return x
-  return x.astype(dtype)
-
-
 def scale_by(x: Any, factor: jax.typing.ArrayLike) -> jax.Array:
   """Multiply x by a float32 scalar; return the dtype of x."""
   x = jnp.asarray(x)

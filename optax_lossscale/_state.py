@@ -215,29 +215,16 @@ def get_policy_state(policy: Any, state: LossScaleState, cls: Any) -> Any:
   has_fields = getattr(policy_state, "_fields", None) == fields
   if has_fields and len(policy_state) == len(fields):
     return cls(*policy_state)
+  is_mapping = isinstance(policy_state, Mapping)
+  names = policy_state if is_mapping else getattr(policy_state, "_fields", ())
   raise ValueError(
     f"state.policy_state must have the fields of {type(policy).__name__}"
-    f" ({', '.join(fields)}), got {_describe_policy_state(policy_state)}"
-    " of another policy,"
+    f" ({', '.join(fields)}), got {', '.join(map(str, names)) or 'no names'}"
+    f" in a {type(policy_state).__name__} of another policy,"
     " or of an earlier version. To keep the loss scale, use"
     " state._replace(policy_state=policy.init().policy_state), where state is"
     " the loss_scale_state of an optimizer state."
   )
-
-
-def _describe_policy_state(policy_state: Any) -> str:
-  """List the fields of a policy state, or count them if they have no names."""
-  if not isinstance(policy_state, (Mapping, tuple, list)):
-    return f"an object of type {type(policy_state).__name__}"
-  is_mapping, count = isinstance(policy_state, Mapping), len(policy_state)
-  names = (
-    [*policy_state] if is_mapping else [*getattr(policy_state, "_fields", ())]
-  )
-  if count == 0:
-    return "no fields"
-  if len(names) == count:
-    return ", ".join(map(str, names))
-  return f"{count} value{'s' * (count > 1)} without names"
 
 
 def has_loss_scale(tree: Any) -> bool:

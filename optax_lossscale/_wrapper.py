@@ -351,8 +351,11 @@ def _cast_updates_like(updates: Any, params: Any) -> Any:
   def cast_leaf(path: Any, update: Any, param: Any) -> Any:
     if not _grads.is_grad(path, update) or not _arrays.is_inexact(param):
       return update
-    update = jnp.asarray(update)
-    return _arrays.cast_if_both_real_or_complex(update, jnp.result_type(param))
+    update, dtype = jnp.asarray(update), jnp.result_type(param)
+    is_same_field = _arrays.is_complex(dtype) == _arrays.is_complex(
+      update.dtype
+    )
+    return update.astype(dtype) if is_same_field else update
 
   # The updates may hold None or MaskedNode where the parameters have a leaf.
   is_leaf = lambda x: x is None or isinstance(x, optax.MaskedNode)

@@ -387,14 +387,11 @@ def _annotate_outliers(
   labels = dict.fromkeys(
     row.name for row in rows if row.name in highlighted_names
   )
-  box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
   style = {
     "va": "top",
     "color": _OUTLIER_COLOR,
     "fontsize": "small",
-    "bbox": box,
-  }
-  coords = {
+    "bbox": {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
     "xycoords": ("data", "axes fraction"),
     "textcoords": "offset points",
   }
@@ -404,9 +401,7 @@ def _annotate_outliers(
     # Labels are at eight levels, so that neighbors don't overlap.
     position = i, 0.93 - 0.1 * (level % 8)
     alignment, shift = ("right", -8) if 2 * i > len(rows) else ("left", 8)
-    ax.annotate(
-      name, position, xytext=(shift, 0), ha=alignment, **coords, **style
-    )
+    ax.annotate(name, position, xytext=(shift, 0), ha=alignment, **style)
 
 
 def _get_axes(axes: Any, caller: str, rows: int = 1) -> Any:

@@ -190,15 +190,10 @@ def _policy_from_config(
       f" {type(config).__name__}. Pass optimizer.get_config()."
     )
   if not isinstance(config, Mapping):
-    coerce_args = (
-      "from_keras",
-      "place of a config or 'dynamic'",
-      "a scale",
-      config,
+    scale = _fields.check_and_convert_field(
+      "from_keras", "place of a config or 'dynamic'", "a scale", config, "scale"
     )
-    return _policies.FixedLossScale(
-      _fields.check_and_convert_field(*coerce_args, "scale")
-    )
+    return _policies.FixedLossScale(scale)
   # Three kinds of configs contain another config: serialized objects, the
   # optimizer of TF 2.3, and compiled models.
   wrapper_keys = {
