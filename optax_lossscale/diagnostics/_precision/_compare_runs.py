@@ -79,10 +79,13 @@ def compare_runs(
   )
   if not indices or not (layers or further_outputs):
     return None
-  is_finite = _host_values.all_finite(step_runs.base.outs[i] for i in indices)
+  matmul_layers: list[_layers.Layer] = []
   # The magnitudes of the matmuls explain an overflow.
-  is_overflow_explained = not (is_finite or measures_all)
-  matmul_layers = [x for x in layers if x.has_matmul and is_overflow_explained]
+  if not (
+    measures_all
+    or _host_values.all_finite(step_runs.base.outs[i] for i in indices)
+  ):
+    matmul_layers = [x for x in layers if x.has_matmul]
   program = _reference_program.ReferenceProgram(
     traced, [*indices, *further_outputs], matmul_layers
   )
