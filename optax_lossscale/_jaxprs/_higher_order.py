@@ -72,6 +72,11 @@ class While(NamedTuple):
   cond_nconsts: int
   body_nconsts: int
 
+  @property
+  def num_carry(self) -> int:
+    """The number of inputs and outputs that are the carry."""
+    return len(self.body.jaxpr.outvars)
+
   def split(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], ...]:
     """Split the inputs into both kinds of constants and the carry."""
     body_end = self.cond_nconsts + self.body_nconsts
@@ -191,6 +196,11 @@ def is_scan_dropped_by_jit() -> bool:
   add_one = lambda x, _: (x + 1, None)
   carry = jax.jit(lambda x: lax.scan(add_one, x, length=1)[0])(jnp.zeros(()))
   return float(carry) != 1.0
+
+
+def list_bodies(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
+  """Return the jaxprs that an equation runs, or may run; none if unknown."""
+  return get_bodies(parse_higher_order(eqn))
 
 
 def get_bodies(hop: HigherOrderOp | None) -> list[_eqns.ClosedJaxpr]:

@@ -203,6 +203,9 @@ class EqnLocation(NamedTuple):
     return [x.name for x in self.name_stack if isinstance(x.name, cls)]
 
 
+ROOT_LOCATION = EqnLocation()
+
+
 def _join_scopes(stack: Sequence[Any], *excluded_types: type[str]) -> str:
   """Join the scopes of a name stack, except scopes of the excluded types."""
   groups: list[list[str]] = [[]]  # Each transformation begins a group.

@@ -8,44 +8,42 @@ checked values are the results of matmuls, what the body of a loop returns, and
 as many others as necessary to keep regions small.
 """
 
-from collections.abc import Callable, Collection, Sequence
-import functools
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale._jaxprs import (
+  _dataflow,
   _eqns,
   _higher_order,
   _primitives,
-  _tagged_values,
+  _walk,
 )
 
 # The position of an equation, an input or a value (see `_state_threading.Path`)
 # followed, for a value, by the index of the output plus `OUTPUT`. The outputs
 # of a jaxpr follow its equations: they have the index of a further equation.
 Key = tuple[int, ...]
-# The equations, checked values, arguments and constants that a value reads.
+# The equations, checked values and arguments that a value reads.
 Sources = frozenset[Key]
 # Larger than the index of any equation, body or iteration, so that the outputs
 # of an equation come after its bodies.
 OUTPUT = 1 << 40
-# The first entry of the key of an argument, and the entry in place of the index
-# of the equation in the key of a constant.
-ARGUMENT, CONSTANT = -2, -1
+# The first entry of the key of an argument.
+ARGUMENT = -1
 # Regions of more equations are split.
 _MAX_REGION_SIZE = 128
-_NOTHING = Sources()
 
 
 class Regions(NamedTuple):
   """The checked values of a program, and what they read.
 
   Attributes:
-    reads: for each checked value, the set of all equations of its region, of
-      the checked values that the region reads, and of arguments and nonfinite
-      constants. Outputs of the program have an entry, too.
+    reads: for each checked value, the set of all equations of its region, and
+      of the checked values and arguments that the region reads. Outputs of the
+      program have an entry, too; it is empty for constants.
     loops: the positions of the loops.
     eqns: the equation at each position, except calls, loops and branches.
   """
@@ -55,12 +53,12 @@ class Regions(NamedTuple):
   eqns: dict[Key, core.JaxprEqn]
 
   def list_sources(self, key: Key) -> list[Key]:
-    """Return the checked values, arguments and constants that a value reads."""
-    return sorted(self.reads.get(key, _NOTHING) - self.eqns.keys())
+    """Return the checked values and arguments that a value reads."""
+    return sorted(self.reads.get(key, _dataflow.NOTHING) - self.eqns.keys())
 
   def list_region(self, key: Key) -> list[Key]:
     """Return the positions of the equations in the region of a value."""
-    return sorted(self.reads.get(key, _NOTHING) & self.eqns.keys())
+    return sorted(self.reads.get(key, _dataflow.NOTHING) & self.eqns.keys())
 
   def list_loops(self, key: Key) -> list[Key]:
     """Return the positions of the loops around a key, the outermost first."""
@@ -99,6 +97,11 @@ def get_output_index(key: Key) -> int:
   return key[1] - OUTPUT
 
 
+def get_eqn_path(key: Key) -> Key:
+  """Return the position of an equation, by its own key or that of a result."""
+  return key if len(key) % 2 else key[:-1]
+
+
 def is_output(key: Key) -> bool:
   """Return whether a key is that of an output of the program."""
   return key[0] == OUTPUT
@@ -114,133 +117,41 @@ def is_checked_value(key: Key) -> bool:
   return key[-1] >= OUTPUT and not is_output(key)
 
 
-def is_constant(key: Key) -> bool:
-  """Return whether a key is that of a constant or a literal."""
-  return key[-1] < 0 or CONSTANT in key
-
-
-def find_regions(
-  closed_jaxpr: _eqns.ClosedJaxpr,
-  is_finite: Callable[[Any], bool],
-) -> Regions:
-  """Select the values of a program to check, and find their regions.
-
-  Args:
-    closed_jaxpr: the program.
-    is_finite: returns whether a constant is finite.
-
-  Returns:
-    A :class:`Regions`.
-  """
-  analysis = _Analysis(is_finite)
+def find_regions(closed_jaxpr: _eqns.ClosedJaxpr) -> Regions:
+  """Select the values of a program to check, and find their regions."""
+  analysis = _RegionAnalysis()
   inputs = [
-    Sources({(ARGUMENT, i)}) if is_inexact(var) else _NOTHING
+    Sources({(ARGUMENT, i)}) if is_inexact(var) else _dataflow.NOTHING
     for i, var in enumerate(closed_jaxpr.jaxpr.invars)
   ]
   # Values are selected in the first round, and their regions are found in the
   # second.
   for _ in range(2):
     analysis.reads.clear()
-    outs = analysis.propagate(closed_jaxpr, inputs, ())
+    outs = analysis.propagate_jaxpr(closed_jaxpr, inputs)
   analysis.reads |= {get_output_key(i): out for i, out in enumerate(outs)}
   return Regions(analysis.reads, analysis.loops, analysis.eqns)
 
 
-class _Analysis:
-  """An interpreter of jaxprs over what each value reads.
+class _RegionAnalysis(_dataflow.Dataflow):
+  """Propagates what each value reads.
 
   Only floats read anything: an integer is never nonfinite.
   """
 
-  def __init__(self, is_finite: Callable[[Any], bool]) -> None:
-    self._is_finite = is_finite
-    self._parse_higher_order = functools.cache(_higher_order.parse_higher_order)
+  def __init__(self) -> None:
+    super().__init__()
     self._checked: set[Key] = set()
     self.reads: dict[Key, Sources] = {}
     self.loops: set[Key] = set()
     self.eqns: dict[Key, core.JaxprEqn] = {}
 
-  def propagate(
-    self, closed_jaxpr: _eqns.ClosedJaxpr, inputs: Sequence[Sources], path: Key
+  def transfer(
+    self, visit: _walk.EqnVisit, operands: list[Sources]
   ) -> list[Sources]:
-    """Return what each output of a jaxpr reads.
-
-    Args:
-      closed_jaxpr: the jaxpr.
-      inputs: what each input reads.
-      path: its position.
-    """
-    jaxpr = closed_jaxpr.jaxpr
-    env: dict[Any, Sources] = dict(zip(jaxpr.invars, inputs, strict=True))
-    consts = zip(jaxpr.constvars, closed_jaxpr.consts, strict=True)
-    for i, (var, const) in enumerate(consts):
-      env[var] = self._read_const(const, (*path, CONSTANT, i))
-
-    def read(atom: Any, key: Key) -> Sources:
-      if isinstance(atom, core.Literal):
-        return self._read_const(atom.val, key)
-      return env[atom] if is_inexact(atom) else _NOTHING
-
-    for i, eqn in enumerate(jaxpr.eqns):
-      # With JAX's upgrade flags, a tag is a call.
-      is_tag = _tagged_values.get_tag(eqn) is not None
-      hop = None if is_tag else self._parse_higher_order(eqn)
-      # A literal is a part of its equation, unless the equation is a call.
-      operands = [
-        _NOTHING
-        if hop is None and isinstance(atom, core.Literal)
-        else read(atom, (*path, i, -1 - k))
-        for k, atom in enumerate(eqn.invars)
-      ]
-      outs = self._propagate_eqn(eqn, hop, operands, (*path, i))
-      env.update(zip(eqn.outvars, outs, strict=True))
-    return [
-      read(atom, (*path, len(jaxpr.eqns), -1 - k))
-      for k, atom in enumerate(jaxpr.outvars)
-    ]
-
-  def _read_const(self, const: Any, key: Key) -> Sources:
-    return _NOTHING if self._is_finite(const) else Sources({key})
-
-  def _check(
-    self, key: Key, sources: Sources, *, is_selected: bool = True
-  ) -> Sources:
-    """Check a value if it is selected, now or before.
-
-    Returns:
-      What a reader of the value reads: the value itself if it is checked.
-    """
-    if not is_selected and key not in self._checked:
-      return sources
-    self._checked.add(key)
-    self.reads[key] = self.reads.get(key, _NOTHING) | sources
-    return Sources({key})
-
-  def _propagate_eqn(
-    self,
-    eqn: core.JaxprEqn,
-    hop: _higher_order.HigherOrderOp | None,
-    inputs: list[Sources],
-    path: Key,
-  ) -> list[Sources]:
-    match hop:
-      case None:
-        return self._propagate_plain_eqn(eqn, inputs, path)
-      case _higher_order.Scan() | _higher_order.While():
-        return self._propagate_loop(eqn, hop, inputs, path)
-      case _:
-        bodies = _higher_order.pair_bodies_with_inputs(hop, inputs)
-        outs = [
-          self.propagate(body, body_inputs, (*path, i))
-          for i, (body, body_inputs) in enumerate(bodies)
-        ]
-        return functools.reduce(_join, outs)
-
-  def _propagate_plain_eqn(
-    self, eqn: core.JaxprEqn, inputs: list[Sources], path: Key
-  ) -> list[Sources]:
+    eqn, path = visit.eqn, visit.path
     self.eqns[path] = eqn
-    sources = Sources({path}).union(*inputs)
+    sources = Sources({path}).union(*operands)
     is_selected = (
       _primitives.is_matmul(eqn)
       or len(sources & self.eqns.keys()) > _MAX_REGION_SIZE
@@ -248,49 +159,36 @@ class _Analysis:
     return [
       self._check((*path, OUTPUT + i), sources, is_selected=is_selected)
       if is_inexact(var)
-      else _NOTHING
+      else _dataflow.NOTHING
       for i, var in enumerate(eqn.outvars)
     ]
 
-  def _propagate_loop(
+  def propagate_loop(
     self,
-    eqn: core.JaxprEqn,
+    visit: _walk.EqnVisit,
     loop: _higher_order.Scan | _higher_order.While,
-    inputs: list[Sources],
-    path: Key,
+    operands: list[Sources],
   ) -> list[Sources]:
-    self.loops.add(path)
-    body_index = len(_higher_order.get_bodies(loop)) - 1
-    body_path = (*path, body_index)
-    *_, consts, init, slices = (
-      loop.split(inputs)
-      if isinstance(loop, _higher_order.Scan)
-      else (*loop.split(inputs), ())
-    )
-    carry = list(init)
-    # The loop ends: each round adds a source, and their number is finite.
-    while True:
-      outs = self.propagate(loop.body, [*consts, *carry, *slices], body_path)
-      outs = self._check_body_outputs(loop.body.jaxpr, outs, body_path)
-      joined = _join(carry, outs)
-      if joined == carry:
-        break
-      carry = joined
+    self.loops.add(visit.path)
+    outs = super().propagate_loop(visit, loop, operands)
     # The carry may be finite again after the last iteration. Without any
     # iteration it is the initial one.
-    results = [
-      self._check((*path, OUTPUT + i), sources) if is_inexact(var) else _NOTHING
-      for i, (sources, var) in enumerate(zip(carry, eqn.outvars, strict=False))
+    return [
+      self._check(
+        (*visit.path, OUTPUT + i),
+        sources,
+        is_selected=i < loop.num_carry and is_inexact(var),
+      )
+      for i, (sources, var) in enumerate(
+        zip(outs, visit.eqn.outvars, strict=True)
+      )
     ]
-    return [*results, *outs[len(carry) :]]
 
-  def _check_body_outputs(
-    self, jaxpr: core.Jaxpr, outs: list[Sources], path: Key
+  def end_iteration(
+    self, jaxpr: core.Jaxpr, path: Key, outs: list[Sources]
   ) -> list[Sources]:
-    """Check the outputs of a loop body, so that no region leaves an iteration.
-
-    An output that is an input, or a checked value, needs no flag.
-    """
+    # Check the outputs, so that no region leaves an iteration. An output that
+    # is an input, or a checked value, needs no flag.
     is_computed = lambda sources, var: (
       var not in jaxpr.invars and not self.eqns.keys().isdisjoint(sources)
     )
@@ -303,10 +201,17 @@ class _Analysis:
       for i, (sources, var) in enumerate(zip(outs, jaxpr.outvars, strict=True))
     ]
 
+  def _check(self, key: Key, sources: Sources, *, is_selected: bool) -> Sources:
+    """Check a value if it is selected, now or before.
 
-def _join(outs: Sequence[Sources], others: Sequence[Sources]) -> list[Sources]:
-  """Return the unions of the sets of two lists; the second may be longer."""
-  return [a | b for a, b in zip(outs, others, strict=False)]
+    Returns:
+      What a reader of the value reads: the value itself if it is checked.
+    """
+    if not is_selected and key not in self._checked:
+      return sources
+    self._checked.add(key)
+    self.reads[key] = self.reads.get(key, _dataflow.NOTHING) | sources
+    return Sources({key})
 
 
 def is_inexact(atom: Any) -> bool:

@@ -48,7 +48,7 @@ class EqnVisit:
   parent: "EqnVisit | None"
   body_index: int
   eqn_index: int
-  root_location: _provenance.EqnLocation
+  root_location: _provenance.EqnLocation = _provenance.ROOT_LOCATION
 
   @functools.cached_property
   def location(self) -> _provenance.EqnLocation:
@@ -58,14 +58,14 @@ class EqnVisit:
     )
     return parent_location.locate(self.eqn, self.closed_jaxpr.jaxpr)
 
-  @property
+  @functools.cached_property
   def stack_location(self) -> _provenance.EqnLocation:
     """The location of the equation without its lines, which is cheaper."""
     parent = self.parent
     location = parent.stack_location if parent else self.root_location
     return location.push_scope(self.eqn)
 
-  @property
+  @functools.cached_property
   def path(self) -> tuple[int, ...]:
     """The position of the equation: see ``_state_threading.Path``."""
     prefix = (*self.parent.path, self.body_index) if self.parent else ()
@@ -114,7 +114,7 @@ def walk(
   only_live: bool = False,
   used_outputs: list[bool] | None = None,
   weights: _weights.JaxprWeights | None = None,
-  root_location: _provenance.EqnLocation | None = None,
+  root_location: _provenance.EqnLocation = _provenance.ROOT_LOCATION,
   parent: EqnVisit | None = None,
   body_index: int = 0,
 ) -> Iterator[EqnVisit]:
@@ -148,7 +148,7 @@ def walk(
       parent,
       body_index,
       eqn_index,
-      root_location or _provenance.EqnLocation(),
+      root_location,
     )
     yield visit
     returns_body_outputs = only_live and isinstance(

@@ -45,6 +45,11 @@ class EqnStats(NamedTuple):
   operand_amax: Any
 
   @property
+  def is_fault(self) -> Any:
+    """Whether the equation itself made an inf or a NaN; bool[]."""
+    return self.is_origin | self.is_nan_origin
+
+  @property
   def is_nonfinite(self) -> Any:
     """Whether each result was nonfinite; bool[results]."""
     return self.has_inf | self.has_nan
@@ -80,25 +85,20 @@ def measure_eqn(
 
 def _measure_all(values: Sequence[Any]) -> list[Any]:
   """Return whether each value contains inf, and NaN; and its magnitude."""
+  measures = [
+    measure(x) if _is_array_of(jnp.number, jax.typeof(x)) else (False, False, 0)
+    for x in values
+  ]
   dtypes: tuple[Any, ...] = bool, bool, jnp.result_type(float)
-  rows = zip(*map(measure, values), strict=True) if values else [()] * 3
-  return [jnp.array(row, t) for row, t in zip(rows, dtypes, strict=True)]
-
-
-def measure(x: Any) -> tuple[Any, Any, Any]:
-  """Return whether a value contains inf, and NaN; and its magnitude.
-
-  The magnitude is the largest one of the finite entries.
-  """
-  aval: Any = jax.typeof(x)
-  is_number = hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.number)
-  if not is_number or _eqns.is_ref(aval) or _is_in_host_memory(aval):
-    return False, False, 0
-  return _measure_numbers(x)
+  return [jnp.array([x[i] for x in measures], t) for i, t in enumerate(dtypes)]
 
 
 @jax.jit
-def _measure_numbers(x: Any) -> tuple[Any, Any, Any]:
+def measure(x: Any) -> tuple[Any, Any, Any]:
+  """Return whether an array contains inf, and NaN; and its magnitude.
+
+  The magnitude is the largest one of the finite entries.
+  """
   dtype = jnp.result_type(float)
   is_float = _arrays.is_inexact(x)
   x = _arrays.upcast_for_reduction(x) if is_float else x.astype(dtype)
@@ -126,6 +126,12 @@ def _is_finite(x: Any) -> Any:
   return jnp.isfinite(_arrays.upcast_for_reduction(x)).all()
 
 
+def _is_array_of(dtype: Any, aval: Any) -> bool:
+  """Return whether a type is that of an array of such numbers on a device."""
+  is_number = jnp.issubdtype(getattr(aval, "dtype", bool), dtype)
+  return is_number and not _eqns.is_ref(aval) and not _is_in_host_memory(aval)
+
+
 def _is_in_host_memory(aval: Any) -> bool:
   return "host" in str(getattr(aval, "memory_space", "")).lower()
 
@@ -149,15 +155,18 @@ def heal(
   Returns:
     The results.
   """
-
-  def heal_output(x: Any) -> Any:
-    if not _is_float(x):
-      return x
-    is_fault = stats.is_origin | stats.is_nan_origin
-    is_own = _find_own_entries(eqn, inputs, x, is_fault)
-    return jnp.where(is_healed & is_own, heal_array(x), x)
-
-  return list(map(heal_output, outs))
+  is_float = lambda x: _is_array_of(jnp.inexact, jax.typeof(x))
+  floats = list(filter(is_float, inputs))
+  return [
+    jnp.where(
+      is_healed & _find_own_entries(eqn, floats, x, stats.is_fault),
+      heal_array(x),
+      x,
+    )
+    if is_float(x)
+    else x
+    for x in outs
+  ]
 
 
 @jax.jit
@@ -167,7 +176,7 @@ def heal_array(x: Any) -> Any:
 
 
 def _find_own_entries(
-  eqn: core.JaxprEqn, inputs: Sequence[Any], x: Any, is_fault: Any
+  eqn: core.JaxprEqn, floats: Sequence[Any], x: Any, is_fault: Any
 ) -> Any:
   """Return the mask of entries that an equation may have made nonfinite."""
   # A result that is the same on all devices must remain so.
@@ -177,7 +186,6 @@ def _find_own_entries(
   if axes:
     names = sorted(axes, key=str)
     is_fault = lax.pmax(is_fault.astype(jnp.int32), names).astype(bool)
-  floats = [y for y in inputs if _is_float(y)]
   fits = lambda y: (
     y.ndim in (0, x.ndim)
     and all(n in (1, size) for n, size in zip(y.shape, x.shape, strict=False))
@@ -187,15 +195,6 @@ def _find_own_entries(
     return is_fault
   # In an elementwise operation, entries have their own operands.
   return functools.reduce(operator.and_, map(jnp.isfinite, floats))
-
-
-def _is_float(x: Any) -> bool:
-  aval = jax.typeof(x)
-  return (
-    _arrays.is_inexact(aval)
-    and not _eqns.is_ref(aval)
-    and not _is_in_host_memory(aval)
-  )
 
 
 class Operand(NamedTuple):
@@ -231,15 +230,21 @@ class Operand(NamedTuple):
     return f"{text} ({', '.join(details)})" if details else text
 
 
-def make_operand(aval: Any, is_nonfinite: bool, amax: float | None) -> Operand:
-  """Return an operand of this type."""
-  is_number = jnp.issubdtype(aval.dtype, jnp.number) and not _eqns.is_ref(aval)
-  has_amax = is_number and 0 not in aval.shape
-  return Operand(
-    tuple(aval.shape),
-    aval.dtype,
-    amax if has_amax else None,
-    not (has_amax and is_nonfinite),
+def list_operands(eqn: core.JaxprEqn, stats: EqnStats) -> tuple[Operand, ...]:
+  """Return the operands of an equation."""
+  amaxes: list[float] = stats.operand_amax.tolist()
+  avals: list[Any] = [atom.aval for atom in eqn.invars]
+  has_amax = [
+    _is_array_of(jnp.number, aval) and 0 not in aval.shape for aval in avals
+  ]
+  return tuple(
+    Operand(
+      tuple(aval.shape),
+      aval.dtype,
+      amaxes[i] if has_amax[i] else None,
+      not (has_amax[i] and stats.operand_is_nonfinite[i]),
+    )
+    for i, aval in enumerate(avals)
   )
 
 

@@ -47,11 +47,6 @@ def to_host(tree: Any) -> Any:
   return jax.device_get(jax.tree.map(gather, tree))
 
 
-def is_finite(x: Any) -> bool:
-  """Return whether all entries are finite."""
-  return not list_nonfinite([x])
-
-
 def all_finite(arrays: Iterable[Any]) -> bool:
   """Return whether all entries of all arrays are finite."""
   return not list_nonfinite(arrays)

@@ -24,13 +24,12 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
-from optax_lossscale._jaxprs import _regions, _source_info
+from optax_lossscale._jaxprs import _source_info
 from optax_lossscale.diagnostics import (
   _progress,
   compare_precision,
   find_overflow,
 )
-from optax_lossscale.diagnostics._overflow import _description
 
 pytestmark = pytest.mark.filterwarnings(
   "ignore:find_overflow called the io_callback"
@@ -389,9 +388,3 @@ def test_a_callback_in_the_condition_of_a_loop_is_called_once_each_time():
   jax.effects_barrier()
   assert hit.eqn_path == "while[2]/mul"
   assert calls == [0, 1, 2, 3, 4]
-
-
-def test_the_output_of_a_jaxpr_is_located_at_its_equation():
-  jaxpr = jax.make_jaxpr(lambda x: jnp.sin(x) + 1)(1.0).jaxpr
-  eqn = _description._get_eqn(jaxpr, (2, _regions.OUTPUT))
-  assert eqn.primitive.name == "add"

@@ -98,13 +98,7 @@ def nan_argument_that_is_replaced(x):
   return jnp.where(jnp.isnan(x), 0, x) + jnp.exp(jnp.full(2, 20, X.dtype))
 
 
-@register_origins(
-  # With this flag, JAX writes an array into the equation that reads it.
-  "broadcast_in_dim"
-  if getattr(jax.config, "jax_use_simplified_jaxpr_constants", False)
-  else "constant",
-  arg=LARGE,
-)
+@register_origins("add", arg=LARGE)
 def inf_of_the_program_that_matmuls_read(x):
   infs = jnp.array([jnp.inf] * 4, X.dtype)
   return ((jnp.abs(x) + infs) @ (jnp.ones((4, 4), X.dtype))) @ x.T
@@ -115,7 +109,7 @@ def inf_literal_next_to_a_fault(x):
   return jnp.where(x > 0, x, -jnp.inf), jnp.exp(x * 20)
 
 
-@register_origins("constant")
+@register_origins("jit(_where)/convert_element_type")
 def inf_literal_alone(x):
   return jnp.where(x > 0, x, -jnp.inf), jnp.exp(x)
 
@@ -357,10 +351,12 @@ def test_an_uninitialized_value_is_named_only_if_it_reaches_the_result(
   assert get_names(find_overflow(lambda x: fun(x)[:2] / 0, x)) == ["div"]
 
 
-def test_an_inf_that_a_function_without_equations_returns_is_named():
+def test_an_inf_of_the_program_is_named_where_it_is_read():
   @jax.custom_jvp
   def fun(x):
     return jnp.float32(jnp.inf)
 
   fun.defjvp(lambda x, t: (fun(*x), t[0]))
-  assert find_overflow(jax.jit(fun), jnp.float32(1)).primitive == "constant"
+  assert find_overflow(jax.jit(fun), jnp.float32(1)) is None
+  hit = find_overflow(lambda x: fun(x) + x, jnp.float32(1))
+  assert hit.primitive == "add" and "written in the program" in hit.fix

@@ -4,16 +4,12 @@ The derivative of ``sqrt`` divides by zero at zero, but ``find_overflow`` finds
 only the division. The fix is in front of the function, not of the division.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend import core
 
-from optax_lossscale._jaxprs import (
-  _eqns,
-  _source_info,
-  _state_threading,
-  _walk,
-)
+from optax_lossscale._jaxprs import _source_info, _walk
 
 # For each primitive, the functions whose derivatives it makes infinite, and
 # whether it divides by what follows from their operands or from their results.
@@ -114,9 +110,7 @@ UNDERFLOW_FIXES = {FIXES["log"], FIXES["sqrt"], *SMALL_OPERAND_FIXES.values()}
 
 
 def find_function(
-  program: _eqns.ClosedJaxpr,
-  eqn: core.JaxprEqn,
-  frame: _state_threading.Frame,
+  visit: _walk.EqnVisit, visits: Sequence[_walk.EqnVisit]
 ) -> str:
   """Return the primitive whose derivative an equation computes, or its own.
 
@@ -124,29 +118,29 @@ def find_function(
   differentiates. An operand or a result of this function is in the divisor.
 
   Args:
-    program: the whole program.
-    eqn: the equation.
-    frame: the jaxpr that contains it.
+    visit: the visit of the equation.
+    visits: those of all equations of the program.
   """
-  jaxpr = frame.closed_jaxpr.jaxpr
-  location = frame.location.locate(eqn, jaxpr)
+  eqn, jaxpr, parent = visit.eqn, visit.closed_jaxpr.jaxpr, visit.parent
   primitive = _source_info.get_primitive_name(eqn)
   functions = _FUNCTIONS_BY_PRIMITIVE.get(primitive, {})
-  if not functions or not location.is_differentiated:
+  if not functions or not visit.location.is_differentiated:
     return primitive
   sources = _list_sources(eqn, jaxpr)
   # A jaxpr of the backward pass has operands of the forward pass as inputs.
-  is_residual = frame.location.is_backward and _has_common(
-    sources, jaxpr.invars
+  is_residual = (
+    parent is not None
+    and parent.location.is_backward
+    and _has_common(sources, jaxpr.invars)
   )
   found = {
     name
-    for visit in _walk.walk(program, _eqns.subjaxprs)
-    if (name := _source_info.get_primitive_name(visit.eqn)) in functions
-    and visit.location.lines == location.lines
+    for x in visits
+    if (name := _source_info.get_primitive_name(x.eqn)) in functions
+    and x.location.lines == visit.location.lines
     and (
       (is_residual and functions[name] == "invars")
-      or _has_common(sources, getattr(visit.eqn, functions[name]))
+      or _has_common(sources, getattr(x.eqn, functions[name]))
     )
   }
   return next(filter(found.__contains__, functions), primitive)

@@ -16,14 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from optax_lossscale import _arrays
-from optax_lossscale._jaxprs import (
-  _eqns,
-  _primitives,
-  _provenance,
-  _regions,
-  _source_info,
-  _walk,
-)
+from optax_lossscale._jaxprs import _regions, _source_info
 from optax_lossscale.diagnostics import (
   _host_values,
   _instrumented_program,
@@ -101,8 +94,8 @@ def find_overflow(
     operation, in the order of the program, that returned an inf or a NaN from
     finite inputs, and whose
     inf or NaN reached a checked value. Further origins are in its field
-    ``other_origins``. An inf that is written in the program is reported only if
-    there is no other origin.
+    ``other_origins``. If there is no origin, an inf is written in the program:
+    the first operation that reads it is reported.
 
   Raises:
     RuntimeError: if JAX compiles another program than it traces, as with a scan
@@ -172,17 +165,16 @@ def search_traced(
     for i in _host_values.list_nonfinite(record.outs)
     if traced.outputs[i].kind not in _IGNORED_KINDS
     and not (ignores_metrics and traced.outputs[i].is_metric)
+    # A constant of the program that it returns is intended.
+    and traced.regions.reads[_regions.get_output_key(i)]
   ]
-  origins = [
-    _description.describe_origin(traced, origin)
-    for origin in _find_relevant_origins(program, record, bad_outputs, progress)
-  ]
-  if not origins:
+  relevant = _find_relevant_origins(program, record, bad_outputs, progress)
+  if not relevant:
     unreached = _tracing.describe_unreached(traced.unreached_locations)
     limitations = [f"Not analyzed: {x}." for x in unreached]
     return SearchResult(None, limitations, runs, runs)
-  origins, finite_runs = _assess_loss_scale(runs, origins)
-  first, *others = _disambiguate_names(traced, origins)
+  origins = _description.describe_origins(traced, relevant)
+  (first, *others), finite_runs = _assess_loss_scale(runs, origins)
   origin = dataclasses.replace(first, other_origins=tuple(others))
   return SearchResult(origin, [], runs, finite_runs)
 
@@ -252,34 +244,6 @@ def _is_below_min_scale(traced: _tracing.TracedFunction, factor: float) -> bool:
   )
   new_scale = factor * min(float(np.min(scale)) for scale in scales)
   return traced.lowest_scale is not None and new_scale < traced.lowest_scale
-
-
-def _disambiguate_names(
-  traced: _tracing.TracedFunction, origins: list[_report.Overflow]
-) -> list[_report.Overflow]:
-  """Give matmuls without weights the names that other reports give them.
-
-  A line alone would also select the matmuls of this line that have weights.
-  """
-  matmul_visits = [
-    visit
-    for visit in _walk.walk(traced.closed_jaxpr, _eqns.subjaxprs)
-    if _primitives.is_matmul(visit.eqn)
-  ]
-  labels = _provenance.make_unique_labels(
-    [(x.location.names, x.location.is_backward) for x in matmul_visits]
-  )
-  label_by_line = {
-    visit.location.source_line: label
-    for visit, (label, _) in zip(matmul_visits, labels, strict=True)
-    if label.startswith(_provenance.NO_WEIGHTS)
-  }
-  return [
-    dataclasses.replace(x, name=label_by_line.get(x.name, x.name))
-    if x.primitive in _report.MATMULS
-    else x
-    for x in origins
-  ]
 
 
 def _find_relevant_origins(

@@ -17,8 +17,6 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jax.extend import core
-
 from optax_lossscale._jaxprs import _primitives, _regions
 from optax_lossscale.diagnostics import (
   _eqn_stats,
@@ -44,10 +42,10 @@ Iterations = tuple[int, ...]
 
 
 class Origin(NamedTuple):
-  """An equation, an argument or a constant that is not finite.
+  """An equation or an argument that is not finite.
 
   Attributes:
-    key: the position of the equation, or the key of the argument or constant.
+    key: the position of the equation, or the key of the argument.
     iterations: the iteration of each loop around it.
     stats: what the equation read and returned; None if it was not measured.
     outputs: the indices of the nonfinite outputs that it reaches.
@@ -130,11 +128,10 @@ class _NonfiniteValues:
     sources = self._regions.list_sources(key)
     return [source for source in sources if source in self._times]
 
-  def list_constants(self, key: Key) -> list[Key]:
-    """Return the nonfinite constants, and arguments with inf, that it reads."""
+  def list_inf_args(self, key: Key) -> list[Key]:
+    """Return the arguments with inf, but no NaN, that a value reads."""
     sources = self._regions.list_sources(key)
-    is_constant = lambda x: _regions.is_constant(x) or x in self._inf_args
-    return list(filter(is_constant, sources))
+    return list(filter(self._inf_args.__contains__, sources))
 
   def find_candidates(self) -> list[Key]:
     """Return the values in whose regions an inf or a NaN originated.
@@ -203,18 +200,17 @@ class _OriginSearch:
     """
     eqns: dict[Key, Key] = {}
     for key in values:
-      region = filter(self._may_be_origin, self._regions.list_region(key))
-      more = dict.fromkeys(region, key) | eqns
+      region = self._regions.list_region(key)
+      # Movement is measured only where a constant is moved.
+      computing = list(filter(self._may_be_origin, region))
+      more = dict.fromkeys(computing or region, key) | eqns
       if eqns and len(more) > _MAX_MEASURED:
         break
       eqns = more
     return eqns
 
   def _may_be_origin(self, key: Key) -> bool:
-    """Return whether an inf may originate in an equation, or in its literal."""
-    eqn = self._regions.eqns[key]
-    has_literal = any(isinstance(x, core.Literal) for x in eqn.invars)
-    return has_literal or eqn.primitive.name not in _MOVEMENT
+    return self._regions.eqns[key].primitive.name not in _MOVEMENT
 
   def find_origins(self) -> list[Origin]:
     """Return the origins, in the order in which they ran."""
@@ -232,20 +228,19 @@ class _OriginSearch:
       [key for key in suspects if outputs.get(key)]
       or [key for key in revealed if outputs.get(key)]
       or suspects
+      or self._list_first_nonfinite()
     )
-    iterations = {
-      key: self._iterations.get(key, ()) for key in keys
-    } or self._find_constants()
-    get_time = lambda key: self._values.get_time(key, iterations[key])
-    return [
+    origins = [
       Origin(
         key,
-        iterations[key],
+        self._iterations.get(key, ()),
         self._stats.get(key),
         outputs.get(key) or frozenset(self._bad_outputs),
       )
-      for key in sorted(iterations, key=get_time)
+      for key in keys
     ]
+    get_time = lambda x: self._values.get_time(x.key, x.iterations)
+    return sorted(origins, key=get_time)
 
   def _find_reached(
     self, suspects: list[Key], outputs: frozenset[int]
@@ -295,33 +290,21 @@ class _OriginSearch:
     indices = _host_values.list_nonfinite(record.outs)
     return record, frozenset(self._bad_outputs[i] for i in indices)
 
-  def _find_constants(self) -> dict[Key, Iterations]:
-    """Return the nonfinite constants and literals that the candidates read.
+  def _list_first_nonfinite(self) -> list[Key]:
+    """Return what first was nonfinite in the region of each candidate.
 
-    If there are none, only the compiled program as a whole makes a candidate
-    nonfinite. Return the equations that compute the candidates then.
-
-    Returns:
-      The key of each, with the iterations of a candidate.
+    No operation makes an inf or a NaN of finite operands, so one is written in
+    the program, or is in an argument. If all equations are finite, only the
+    compiled program as a whole makes a candidate nonfinite: return the last.
     """
-    read_literals = lambda key: [
-      atom.val
-      for atom in self._regions.eqns[key].invars
-      if isinstance(atom, core.Literal)
-    ]
-    is_literal = lambda key: (
-      key in self._stats
-      and self._stats[key].is_nonfinite.any()
-      and not _host_values.all_finite(read_literals(key))
-    )
-    constants: dict[Key, Iterations] = {}
-    last_eqns: dict[Key, Iterations] = {}
+    first_keys: dict[Key, None] = {}
     for candidate in self._candidates:
-      iterations = self._values.iterations[candidate]
       region = self._regions.list_region(candidate)
-      keys = self._values.list_constants(candidate)
-      keys += filter(is_literal, region)
-      constants |= dict.fromkeys(keys, iterations)
-      measured = filter(self._stats.__contains__, region)
-      last_eqns[max(measured, default=candidate)] = iterations
-    return constants or last_eqns
+      measured = list(filter(self._stats.__contains__, region))
+      nonfinite = [x for x in measured if self._stats[x].is_nonfinite.any()]
+      inf_args = self._values.list_inf_args(candidate)
+      last_keys = [*measured[-1:], *region[-1:], candidate]
+      key = [*inf_args, *nonfinite, *last_keys][0]
+      self._iterations.setdefault(key, self._values.iterations[candidate])
+      first_keys[key] = None
+    return list(first_keys)

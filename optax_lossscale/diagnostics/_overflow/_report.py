@@ -28,10 +28,12 @@ class Context(NamedTuple):
 
   Attributes:
     is_reproduced: whether the operation by itself returns the inf or NaN.
+    is_written: whether it only reads the inf or NaN, which is written in the
+      program.
     is_below_min_scale: whether ``scale_factor`` leads below ``min_scale``.
     function: JAX's name of the function whose derivative the operation
       computes: ``"acos"`` if it divides by the root of 1 - x**2 there;
-      otherwise ``primitive``. Empty for an argument or a constant.
+      otherwise ``primitive``. Empty for an argument.
     after_backward: whether the operation processes gradients: it is in the
       optimizer, or between the backward pass and ``update``, as clipping.
     has_loss_scale: whether the program has a loss scale.
@@ -39,6 +41,7 @@ class Context(NamedTuple):
   """
 
   is_reproduced: bool = True
+  is_written: bool = False
   is_below_min_scale: bool = False
   function: str = ""
   after_backward: bool = False
@@ -54,8 +57,8 @@ class Overflow(_reports.PrintedReport):
   """The operation that first returned an inf or a NaN, and how to fix it.
 
   Attributes:
-    primitive: JAX's name of the operation. ``"argument"`` is an argument, and
-      ``"constant"`` a constant of the program, that is not finite.
+    primitive: JAX's name of the operation; ``"argument"`` for an argument that
+      is not finite.
     dtype: the dtype of the result.
     kind: ``"inf"`` or ``"nan"``; ``"inf"`` if the result contains both.
     name_scope: the ``jax.named_scope`` stack of the operation, such as
@@ -164,10 +167,6 @@ class Overflow(_reports.PrintedReport):
     if self.name:
       has_layer = self.name != self.source_line
       location_text = f", {'in layer' if has_layer else 'at'} {self.name}"
-    if self.primitive == "constant":
-      return (
-        f"A constant in the program is {kind} ({self.dtype}){location_text}."
-      )
     return (
       f"{self.primitive} returned {kind} ({self.dtype})"
       f" {self._format_stage()}{location_text}."
@@ -202,13 +201,6 @@ def _has_narrow_range(origin: Overflow) -> bool:
 
 def _has_nonfinite_operand(origin: Overflow) -> bool:
   return not all(operand.all_finite for operand in origin.inputs)
-
-
-def _has_literal_inf(origin: Overflow) -> bool:
-  """Return whether an inf is written in the program, as in ``x + -jnp.inf``."""
-  return origin.kind == "inf" and any(
-    not operand.all_finite and operand.shape == () for operand in origin.inputs
-  )
 
 
 def _is_nan_from_infs(origin: Overflow) -> bool:
@@ -288,20 +280,14 @@ _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
     " an optimizer state, restore the last finite checkpoint.",
   ),
   (
-    lambda x: x.primitive == "constant" and x.kind == "nan",
-    "replace this NaN in the program by a number.",
-  ),
-  (
-    _is_primitive_in({"constant"}),
-    f"write a number that {{dtype}} holds; {_MASK_HINT}",
+    lambda x: x._context.is_written,
+    "an inf or a NaN is written in the program, or is in an array that the"
+    " function closes over. Write a number that {dtype} holds instead of it;"
+    f" {_MASK_HINT}",
   ),
   (
     _is_where_constant,
     f"write a number that {{dtype}} holds, at most {{top}}; {_MASK_HINT}",
-  ),
-  (
-    _has_literal_inf,
-    f"write a number that {{dtype}} holds instead of inf; {_MASK_HINT}",
   ),
   (
     lambda x: not x._context.is_reproduced,
