@@ -7,12 +7,16 @@ equations again with JAX's public functions: a loop carries the state of its
 body, a branch returns the state of all branches, and the states of the devices
 of a ``shard_map`` are merged. Calls are inlined. All other equations are
 evaluated unchanged, and each keeps its context and its source info.
+
+A program of a report runs several times, so prints are left out: equations that
+call back to Python and return nothing.
 """
 
 import abc
 from collections.abc import Sequence
 import copy
 import functools
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +30,7 @@ from optax_lossscale._jaxprs import (
   _higher_order,
   _primitives,
   _provenance,
+  _walk,
 )
 
 # Pytrees of arrays, by key. The keys of one program can be sorted, since the
@@ -35,6 +40,7 @@ State = dict[Any, Any]
 # outermost equation, the index of one of its bodies, the index of an equation
 # in this body, and so on. Positions are in program order.
 Path = tuple[int, ...]
+_PRINT_RE = re.compile("callback|print")
 
 
 class Frame(NamedTuple):
@@ -92,6 +98,7 @@ class StateThreader(abc.ABC):
 
   def __init__(self, shared: Any = ()) -> None:
     self.shared = shared
+    self._print_search = _walk.EqnSearch(is_print, _eqns.subjaxprs)
     self.parse_higher_order = functools.cache(_higher_order.parse_higher_order)
 
   @abc.abstractmethod
@@ -99,7 +106,8 @@ class StateThreader(abc.ABC):
     """Return the keys of the state that the bodies of an equation change.
 
     Returns:
-      The keys; None if the equation is to be evaluated as a whole.
+      The keys; None if the equation is to be evaluated as a whole, unless it
+      contains a print.
     """
 
   @abc.abstractmethod
@@ -161,9 +169,12 @@ class StateThreader(abc.ABC):
       Its outputs.
     """
     eqn, frame = visit.eqn, visit.frame
+    if is_print(eqn):
+      return []
     keys = self.select_keys(visit)
-    hop = None if keys is None else self.parse_higher_order(eqn)
-    if hop is None or keys is None:
+    is_entered = keys is not None or self._print_search.any_inside(eqn)
+    hop = self.parse_higher_order(eqn) if is_entered else None
+    if hop is None:
       return _eqns.eqn_as_fun(eqn)(*inputs)
     inputs = _separate_recomputation(eqn, inputs)
     location = frame.location.locate(eqn, frame.closed_jaxpr.jaxpr)
@@ -173,7 +184,7 @@ class StateThreader(abc.ABC):
     ]
     if isinstance(hop, _higher_order.Call):
       frames = [frames[0]._replace(used_outputs=visit.used_outputs)]
-    inner_state = {key: state[key] for key in keys}
+    inner_state = {key: state[key] for key in keys or ()}
     # Trace with the mesh and other settings of the equation.
     with _eqns.get_eqn_ctx_manager(eqn):
       outs, inner_state = self._eval_bodies(hop, frames, inputs, inner_state)
@@ -311,6 +322,11 @@ class StateThreader(abc.ABC):
       self.shared, frame.iterations, dict(state), *inputs
     )
     return outs, self.merge_devices(device_states)
+
+
+def is_print(eqn: core.JaxprEqn) -> bool:
+  """Return whether an equation calls back to Python and returns nothing."""
+  return not eqn.outvars and bool(_PRINT_RE.search(eqn.primitive.name))
 
 
 def _separate_recomputation(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:

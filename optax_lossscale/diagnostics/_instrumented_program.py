@@ -6,9 +6,14 @@ finite; and for each *measured* equation, what a report needs. A measured
 equation can also be *healed*: its nonfinite results are replaced by a number.
 Tagged gradients can be multiplied by a number, and updates replaced by one, to
 see what depends on them.
+
+Prints appear only once, so all runs but the first leave them out. A callback
+that returns something is called by each run, and is reported if it has an
+effect, as an ``io_callback`` has. A Ref belongs to the program, since the
+tracer copies the Refs among its arguments, so each run may read and write it.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 import functools
 from typing import Any, NamedTuple
 
@@ -18,12 +23,16 @@ from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._jaxprs import _eqns, _regions, _state_threading
+from optax_lossscale._jaxprs import (
+  _eqns,
+  _regions,
+  _state_threading,
+  _walk,
+)
 from optax_lossscale.diagnostics import (
   _eqn_stats,
   _host_values,
   _outputs,
-  _report_program,
   _tracing,
 )
 
@@ -81,7 +90,7 @@ class InstrumentedProgram:
       for key, group in traced.tags.items()
       if group.kind in _NO_CHANGE and not self.measured
     }
-    options = _report_program.make_compiler_options(traced.inputs)
+    options = make_compiler_options(traced.inputs)
     self._run = jax.jit(self._eval_program, compiler_options=options)
 
   def run(
@@ -146,6 +155,45 @@ class InstrumentedProgram:
     return outs[: len(jaxpr.outvars)], flags, stats
 
 
+def make_compiler_options(inputs: Sequence[Any]) -> dict[str, Any]:
+  """Return options with which a program is cheap to compile.
+
+  Args:
+    inputs: the inputs of the program, whose devices run it.
+
+  Returns:
+    The ``compiler_options=`` of ``jax.jit``. With them, XLA keeps each
+    conversion to float16 and back, and with it the overflow of the conversion.
+  """
+  options: dict[str, Any] = {
+    "xla_allow_excess_precision": False,
+    # On CPU, this halves the time to compile, and runs take 1.4 times as long.
+    "xla_backend_optimization_level": 0,
+    # XLA would interpret a reduction of a large constant, such as the magnitude
+    # of a mask, which takes ten seconds for a million entries.
+    "xla_disable_hlo_passes": "constant_folding",
+  }
+  arrays = [x for x in inputs if isinstance(x, jax.Array)]
+  devices = [*arrays[0].devices()] if arrays else jax.devices()
+  if devices[0].platform == "gpu":
+    # To try several kernels for each matmul takes longer than to run it.
+    options["xla_gpu_autotune_level"] = 0
+  return options
+
+
+def has_callback(
+  jaxpr: core.Jaxpr, names: Container[str] = ("io_callback",)
+) -> bool:
+  """Return whether a jaxpr calls a callback that returns something.
+
+  Args:
+    jaxpr: the jaxpr.
+    names: the primitives of the callbacks.
+  """
+  is_callback = lambda eqn: eqn.primitive.name in names and bool(eqn.outvars)
+  return _walk.EqnSearch(is_callback, _eqns.subjaxprs).any_in_jaxpr(jaxpr)
+
+
 class _Inputs(NamedTuple):
   """The inputs of the instrumentation.
 
@@ -161,7 +209,7 @@ class _Inputs(NamedTuple):
   has_prints: Any
 
 
-class _Instrumenter(_report_program.ReportEvaluator):
+class _Instrumenter(_state_threading.StateThreader):
   """Evaluates a program, and records whether its values are finite.
 
   The state has, by key: for a checked value, whether it was nonfinite, followed
@@ -188,11 +236,7 @@ class _Instrumenter(_report_program.ReportEvaluator):
     self, visit: _state_threading.Visit
   ) -> list[_regions.Key] | None:
     keys = self._keys_by_eqn.get(visit.path)
-    return super().select_keys(visit) if keys is None else sorted(keys)
-
-  def eval_print(self, eqn: core.JaxprEqn, inputs: list[Any]) -> None:
-    print_fun = _eqns.eqn_as_fun(eqn)
-    lax.cond(self.shared.has_prints, print_fun, lambda *_: [], *inputs)
+    return None if keys is None else sorted(keys)
 
   def end_iteration(
     self,
@@ -213,6 +257,9 @@ class _Instrumenter(_report_program.ReportEvaluator):
   ) -> Sequence[Any]:
     outs = super().eval_eqn(visit, inputs, state)
     eqn, frame, key = visit.eqn, visit.frame, visit.path
+    if _state_threading.is_print(eqn):
+      print_fun = _eqns.eqn_as_fun(eqn)
+      lax.cond(self.shared.has_prints, print_fun, lambda *_: [], *inputs)
     measured, replaceable = self._program.measured, self._program.replaceable
     if key in replaceable:
       group = replaceable[key]

@@ -15,7 +15,7 @@ import numpy as np
 from optax_lossscale.diagnostics import (
   _carried_arrays,
   _host_values,
-  _report_program,
+  _instrumented_program,
   _reports,
   _step_runs,
   _tracing,
@@ -271,7 +271,7 @@ def _describe_amplification(
   # A few gradients are rounding noise in many sound steps.
   if 2 * len(names) > len(report.array_errors) and math.isfinite(error):
     reason = "the step amplifies any rounding"
-    if _report_program.has_callback_with_result(
+    if _instrumented_program.has_callback(
       traced.closed_jaxpr.jaxpr, ("io_callback", "pure_callback")
     ):
       reason += ", or a callback returns something else in each run"

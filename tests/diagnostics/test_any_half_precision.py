@@ -19,7 +19,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
-from optax_lossscale.diagnostics import _report_program
+from optax_lossscale.diagnostics import _instrumented_program
 from optax_lossscale.diagnostics._precision import _float32_eqns
 
 SIZE = 16
@@ -136,7 +136,7 @@ def test_errors_are_those_against_an_independent_program_in_float32(fun, dtype):
   report = diagnostics.compare_precision(grad_fn, params, X, progress=False)
   assert report.limitations == () and report.is_accurate
   assert report.dtype == jnp.dtype(dtype).name
-  options = _report_program.make_compiler_options([X])
+  options = _instrumented_program.make_compiler_options([X])
   trained = jax.jit(grad_fn, compiler_options=options)(params, X)
   with jax.default_matmul_precision("highest"):
     exact = jax.jit(wrt(loss_fn), static_argnums=2)(params, X, jnp.float32)

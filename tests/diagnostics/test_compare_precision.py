@@ -22,8 +22,8 @@ import optax_lossscale as ols
 from optax_lossscale import diagnostics
 from optax_lossscale._jaxprs import _higher_order
 from optax_lossscale.diagnostics import (
+  _instrumented_program,
   _progress,
-  _report_program,
   _step_runs,
   _tracing,
 )
@@ -328,7 +328,9 @@ def test_numbers_are_rounded_as_by_a_conversion(dtype):
   x = np.where(np.abs(x) < 2.0**-126, 0, x)  # XLA flushes what is subnormal.
   found = jax.jit(
     functools.partial(_float32_eqns.round_to_dtype, dtype=np.dtype(dtype)),
-    compiler_options=_report_program.make_compiler_options([jnp.ones(())]),
+    compiler_options=_instrumented_program.make_compiler_options(
+      [jnp.ones(())]
+    ),
   )(x)
   with np.errstate(over="ignore", invalid="ignore"):
     expected = x.astype(dtype).astype(np.float32)

@@ -21,7 +21,6 @@ from optax_lossscale.diagnostics import (
   _host_values,
   _instrumented_program,
   _progress,
-  _report_program,
   _step_runs,
   _tracing,
 )
@@ -125,7 +124,7 @@ def find_overflow(
   if result.origin is None:
     for limitation in result.limitations:
       _source_info.warn_user(f"find_overflow found no inf or NaN. {limitation}")
-  elif _report_program.has_callback_with_result(traced.closed_jaxpr.jaxpr):
+  elif _instrumented_program.has_callback(traced.closed_jaxpr.jaxpr):
     _source_info.warn_user(_REPEATED_CALLBACK)
   return result.origin
 

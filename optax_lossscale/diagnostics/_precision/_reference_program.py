@@ -31,7 +31,7 @@ from optax_lossscale._jaxprs import (
 )
 from optax_lossscale.diagnostics import (
   _dtype_limits,
-  _report_program,
+  _instrumented_program,
   _tracing,
 )
 from optax_lossscale.diagnostics._precision import (
@@ -91,7 +91,7 @@ class ReferenceProgram:
       outs = evaluator.eval_jaxpr(frame, inputs, stats)
       return RunResult(dict(zip(output_indices, outs, strict=True)), stats)
 
-    options = _report_program.make_compiler_options(traced.inputs)
+    options = _instrumented_program.make_compiler_options(traced.inputs)
     self._run = jax.jit(run, compiler_options=options)
 
   def run(
@@ -131,7 +131,7 @@ class _RunInputs(NamedTuple):
   flipped_bits: Any
 
 
-class _ReferenceEvaluator(_report_program.ReportEvaluator):
+class _ReferenceEvaluator(_state_threading.StateThreader):
   """Evaluates a program in float32, under a trace.
 
   The state has the statistics of the layers, and ``shared`` is a
@@ -167,7 +167,7 @@ class _ReferenceEvaluator(_report_program.ReportEvaluator):
     # as one equation, which is traced faster.
     if self._contains_half(visit.eqn):
       return list(self._inner_layers.get(visit.path, ()))
-    return super().select_keys(visit)
+    return None
 
   def merge_devices(
     self, device_states: _state_threading.State
