@@ -186,12 +186,12 @@ def _find_own_entries(
   if axes:
     names = sorted(axes, key=str)
     is_fault = lax.pmax(is_fault.astype(jnp.int32), names).astype(bool)
-  fits = lambda y: (
-    y.ndim in (0, x.ndim)
-    and all(n in (1, size) for n, size in zip(y.shape, x.shape, strict=False))
+  fits = lambda shape: (
+    len(shape) in (0, x.ndim)
+    and all(n in (1, size) for n, size in zip(shape, x.shape, strict=False))
   )
   axes |= {*_primitives.get_collective_axes(eqn)}
-  if axes or not floats or not all(map(fits, floats)):
+  if axes or not floats or not all(map(fits, map(jnp.shape, floats))):
     return is_fault
   # In an elementwise operation, entries have their own operands.
   return functools.reduce(operator.and_, map(jnp.isfinite, floats))

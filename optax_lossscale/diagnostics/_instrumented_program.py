@@ -271,7 +271,6 @@ class _Instrumenter(_state_threading.StateThreader):
         for y in outs
       ]
     if key in measured:
-      inputs = list(map(_as_array, inputs, eqn.invars))
       stats, old = _eqn_stats.measure_eqn(eqn, inputs, outs), state[key]
       state[key] = stats
       # Before it runs, these are constants, except in a loop or a branch.
@@ -307,23 +306,8 @@ class _Instrumenter(_state_threading.StateThreader):
       return
     is_nonfinite = ~_eqn_stats.is_finite(value)
     old = state[key]
-    if not frame.iterations:
-      # Within a `shard_map` the types of branches must be equal, also if a
-      # value is the same on all devices: `maximum` varies like the old flag.
-      state[key] = jnp.maximum(old, is_nonfinite.astype(jnp.int32))
-      return
     first = jnp.stack([1, *frame.iterations]).astype(jnp.int32)
     state[key] = jnp.where(is_nonfinite & (old[0] == 0), first, old)
-
-
-def _as_array(x: Any, atom: _eqns.Atom) -> Any:
-  """Convert the value of a variable or literal to an array, unless it is a Ref.
-
-  Literals of a jaxpr may have a class that is private to JAX.
-  """
-  aval: Any = atom.aval
-  is_array_or_ref = _eqns.is_ref(aval) or isinstance(x, jax.Array)
-  return x if is_array_or_ref else jnp.asarray(x, aval.dtype)
 
 
 def _select_first(rows: Any) -> Any:
