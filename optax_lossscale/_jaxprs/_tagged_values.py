@@ -74,10 +74,10 @@ def harvest_tagged_values(
   Args:
     closed_jaxpr: the jaxpr.
     select_capture: takes a tag, and returns the function of the tagged value
-      whose result becomes an output; None if the tag is not harvested.
+      whose result becomes an output; None if the tag is not harvested. If
+      another tag returns the value itself, no function of it is returned.
     is_optional: whether values with a tag may be left out silently, if they
-      can't be returned, or if another tag returns the value itself and this one
-      only a function of it.
+      can't be returned.
 
   Returns:
     A :class:`HarvestedJaxpr`.
@@ -124,7 +124,6 @@ class _Harvester:
       _HarvestedEqn([eqn])
       if returned_vars.intersection(eqn.outvars)
       and self._get_capture(eqn) is not UNCHANGED
-      and self._is_optional(str(get_tag(eqn)))
       else self._harvest_eqn(eqn, jaxpr, location)
       for eqn in jaxpr.eqns
     ]
@@ -155,23 +154,44 @@ class _Harvester:
       return _capture_eqn(eqn, capture)
     if not self._captured_search.any_inside(eqn):
       return _HarvestedEqn([eqn])
-    eqn_location = location.locate(eqn, jaxpr)
-    label = _provenance.format_location(
-      _source_info.get_primitive_name(eqn), eqn_location.label
-    )
-    labels = [label] * self._required_search.any_inside(eqn)
-    hop: Any = _higher_order.parse_higher_order(eqn)
-    if not _can_add_outputs(eqn, hop):
-      self._unreached_labels += labels
-      return _HarvestedEqn([eqn])
-    if isinstance(hop, _higher_order.Cond):
-      self._cond_labels += labels
+    location = location.locate(eqn, jaxpr)
+    hop = _higher_order.parse_higher_order(eqn)
+    harvested_eqn = self._harvest_bodies(eqn, hop, location)
+    if self._required_search.any_inside(eqn):
+      label = _provenance.format_location(
+        _source_info.get_primitive_name(eqn), location.label
+      )
+      if harvested_eqn is None:
+        self._unreached_labels.append(label)
+      elif isinstance(hop, _higher_order.Cond):
+        self._cond_labels.append(label)
+    return harvested_eqn or _HarvestedEqn([eqn])
+
+  def _harvest_bodies(
+    self,
+    eqn: core.JaxprEqn,
+    hop: _higher_order.HigherOrderOp | None,
+    location: _provenance.EqnLocation,
+  ) -> _HarvestedEqn | None:
+    """Rewrite the bodies of an equation; None if they can't return more.
+
+    The number of iterations of a ``while`` is unknown, so its values can't be
+    stacked. A custom rule must return as many outputs as its function, and a
+    hijax primitive declares its outputs.
+    """
+    if (
+      hop is None
+      or isinstance(hop, _higher_order.While)
+      or _eqns.get_hi_primitive(eqn) is not None
+      or _custom_derivatives.get_custom_rule(eqn) is not None
+    ):
+      return None
     # Captures are traced while the bodies are rewritten, so the mesh axes of a
     # `shard_map` must be bound.
     bodies = _higher_order.call_in_eqn_context(
       eqn,
       lambda: [
-        self.harvest_jaxpr(body, eqn_location)
+        self.harvest_jaxpr(body, location)
         for body in _higher_order.get_bodies(hop)
       ],
     )
@@ -185,11 +205,7 @@ class _Harvester:
         fun = _make_scan_with_outputs(hop, *closed_jaxprs)
       case _:
         fun = _make_shard_map_with_outputs(hop, *closed_jaxprs)
-    harvested_eqn = _rebuild_eqn(eqn, fun, bodies)
-    if harvested_eqn is None:
-      self._unreached_labels += labels
-      return _HarvestedEqn([eqn])
-    return harvested_eqn
+    return _rebuild_eqn(eqn, fun, bodies)
 
   def _get_capture(self, eqn: core.JaxprEqn) -> Callable[[Any], Any] | None:
     """Return the capture of a tag equation; None if it isn't harvested."""
@@ -260,23 +276,6 @@ def _capture_eqn(
   )
   eqns, captured_vars = replacement or ([eqn], eqn.outvars)
   return _HarvestedEqn(eqns, captured_vars, [str(get_tag(eqn))])
-
-
-def _can_add_outputs(
-  eqn: core.JaxprEqn, hop: _higher_order.HigherOrderOp | None
-) -> bool:
-  """Return whether an equation may have more outputs if its jaxprs have more.
-
-  The number of iterations of a ``while`` is unknown, so its values can't be
-  stacked. A custom rule must return as many outputs as its function, and a
-  hijax primitive declares its outputs.
-  """
-  return (
-    hop is not None
-    and not isinstance(hop, _higher_order.While)
-    and _eqns.get_hi_primitive(eqn) is None
-    and _custom_derivatives.get_custom_rule(eqn) is None
-  )
 
 
 def _add_outputs_to_call(

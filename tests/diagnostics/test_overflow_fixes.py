@@ -351,7 +351,7 @@ X = jnp.linspace(-2, 2, 8, dtype=F16).reshape(2, 4)
 NOT_GIVEN, WRITTEN = "If batch['x'] is a parameter", "written in the program"
 REF_FIX = "the Ref contains"
 MASKED_ROW = "a row of a softmax is masked completely"
-TOO_LARGE = "holds, at most 65504; if it is"
+TOO_LARGE = "or normalize it; if it is a mask"
 
 
 # A program, its argument, the primitive and the path, and a part of the fix.
@@ -401,12 +401,9 @@ def operand(amax, dtype=F16, shape=(2, 4)):
 
 ONE, ZERO, LARGE, LARGER = map(operand, (1.0, 0.0, 300.0, 60_000.0))
 INF = operand(np.inf)
-SCALAR = operand(1e9, F32, shape=())
-MANY_ZEROS = operand(0.0, shape=(70_000,))
 E5M2, E4M3 = np.dtype(jnp.float8_e5m2), np.dtype(jnp.float8_e4m3fn)
 NAN, WIDE = {"kind": "nan"}, {"dtype": F32}
 DEFAULTS = {"dtype": F16, "kind": "inf", "backward": False}
-IN_WHERE = {"eqn_path": "jit(_where)/convert_element_type"}
 IN_BACKWARD = {"backward": True, "has_loss_scale": True}
 LOWERED = IN_BACKWARD | {"scale_factor": 0.5}
 
@@ -414,16 +411,13 @@ LOWERED = IN_BACKWARD | {"scale_factor": 0.5}
 @pytest.mark.parametrize(
   "primitive, inputs, fields, fix",
   [
-    ("convert_element_type", [SCALAR], IN_WHERE, TOO_LARGE),
     ("add", [ONE, INF], {"is_written": True}, WRITTEN),
     ("add", [ONE, ONE], {"is_reproduced": False}, "is finite on its own"),
-    ("reduce_sum", [MANY_ZEROS], NAN, "the sum is finite, but XLA multiplies"),
     ("gather", [ONE], NAN, "an index is out of bounds"),
     ("get", [], {}, REF_FIX),
     ("sub", [INF, INF], NAN, MASKED_ROW),
     ("mul", [ZERO, INF], NAN, "0 * inf"),
     ("mul", [LARGE], LOWERED | {"has_zero_grads": True}, "gradients are zero"),
-    ("mul", [LARGE], LOWERED | {"is_below_min_scale": True}, "Lower min_scale"),
     ("log", [ONE], NAN, "jnp.where(x > 0, x, 1)). Or compute"),
     ("log", [ONE], NAN | WIDE, "jnp.log(jnp.where(x > 0, x, 1)). Or"),
     ("rsqrt", [ZERO], {}, ROOT),

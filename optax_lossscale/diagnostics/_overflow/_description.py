@@ -1,7 +1,6 @@
 """Describe the origin of an inf or a NaN by its location and its operands."""
 
 from collections.abc import Sequence
-import dataclasses
 import itertools
 from typing import Any
 
@@ -9,8 +8,6 @@ import numpy as np
 
 from optax_lossscale._jaxprs import (
   _higher_order,
-  _primitives,
-  _provenance,
   _regions,
   _source_info,
   _walk,
@@ -29,7 +26,7 @@ def describe_origins(
   """Return the reports on equations and arguments."""
   visits = list(_walk.walk(traced.closed_jaxpr, _higher_order.list_bodies))
   visit_by_path = {visit.path: visit for visit in visits}
-  reports = [
+  return [
     _describe_argument(traced, origin.key[1])
     if _regions.is_argument(origin.key)
     else _describe_eqn(
@@ -37,7 +34,6 @@ def describe_origins(
     )
     for origin in origins
   ]
-  return _disambiguate_names(reports, visits)
 
 
 def _describe_argument(
@@ -129,27 +125,3 @@ def _format_path(visit: _walk.EqnVisit, iterations: Sequence[int]) -> str:
         label = f"cond(branch {inner.body_index})"
     labels.append(label)
   return "/".join([*labels, _source_info.get_primitive_name(visit.eqn)])
-
-
-def _disambiguate_names(
-  reports: Sequence[_report.Overflow], visits: Sequence[_walk.EqnVisit]
-) -> list[_report.Overflow]:
-  """Give matmuls without weights the names that other reports give them.
-
-  A line alone would also select the matmuls of this line that have weights.
-  """
-  matmul_visits = [x for x in visits if _primitives.is_matmul(x.eqn)]
-  labels = _provenance.make_unique_labels(
-    [(x.location.names, x.location.is_backward) for x in matmul_visits]
-  )
-  label_by_line = {
-    visit.location.source_line: label
-    for visit, (label, _) in zip(matmul_visits, labels, strict=True)
-    if label.startswith(_provenance.NO_WEIGHTS)
-  }
-  return [
-    dataclasses.replace(x, name=label_by_line.get(x.name, x.name))
-    if x.primitive in _report.MATMULS
-    else x
-    for x in reports
-  ]

@@ -13,8 +13,6 @@ import dataclasses
 import re
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from optax_lossscale import _arrays
 from optax_lossscale._jaxprs import _regions, _source_info
 from optax_lossscale.diagnostics import (
@@ -210,20 +208,15 @@ def _assess_loss_scale(
   has_loss_scale = bool(traced.scale_indices) or any(
     output.kind in ("grads", "unscaled") for output in traced.outputs
   )
-  facts = {
-    "has_zero_grads": (
-      bool(factor and grads) and not _host_values.is_any_nonzero(grads)
-    ),
-    "is_below_min_scale": (
-      factor is not None and _is_below_min_scale(traced, factor)
-    ),
-  }
+  has_zero_grads = bool(factor and grads) and not _host_values.is_any_nonzero(
+    grads
+  )
   origins = [
     dataclasses.replace(
       _report.add_context(
         origin,
         has_loss_scale=has_loss_scale,
-        **(facts if origin.backward else {}),
+        has_zero_grads=has_zero_grads and origin.backward,
       ),
       scale_factor=factor if origin.backward else None,
     )
@@ -234,15 +227,6 @@ def _assess_loss_scale(
     # An argument is the origin of what it reaches, whatever the direction is.
     origins.sort(key=lambda origin: origin.backward)
   return origins, finite_runs
-
-
-def _is_below_min_scale(traced: _tracing.TracedFunction, factor: float) -> bool:
-  """Return whether the policy does not decrease the loss scale that far."""
-  scales = _host_values.to_host(
-    [traced.inputs[i] for i in traced.scale_indices]
-  )
-  new_scale = factor * min(float(np.min(scale)) for scale in scales)
-  return traced.lowest_scale is not None and new_scale < traced.lowest_scale
 
 
 def _find_relevant_origins(

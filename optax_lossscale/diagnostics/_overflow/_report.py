@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -30,7 +29,6 @@ class Context(NamedTuple):
     is_reproduced: whether the operation by itself returns the inf or NaN.
     is_written: whether it only reads the inf or NaN, which is written in the
       program.
-    is_below_min_scale: whether ``scale_factor`` leads below ``min_scale``.
     function: JAX's name of the function whose derivative the operation
       computes: ``"acos"`` if it divides by the root of 1 - x**2 there;
       otherwise ``primitive``. Empty for an argument.
@@ -42,7 +40,6 @@ class Context(NamedTuple):
 
   is_reproduced: bool = True
   is_written: bool = False
-  is_below_min_scale: bool = False
   function: str = ""
   after_backward: bool = False
   has_loss_scale: bool = False
@@ -242,25 +239,6 @@ def _is_index_out_of_bounds(origin: Overflow) -> bool:
   )
 
 
-def _is_overflow_of_equal_terms(origin: Overflow) -> bool:
-  """Return whether the number of terms overflows, and not their sum."""
-  if origin.primitive != "reduce_sum" or _has_nonfinite_operand(origin):
-    return False
-  num_terms = math.prod(origin.inputs[0].shape)
-  dtype_max = float(jnp.finfo(origin.dtype).max)
-  total = (origin.inputs[0].amax or 0.0) * num_terms
-  return total <= dtype_max < num_terms
-
-
-def _is_where_constant(origin: Overflow) -> bool:
-  """Return whether ``jnp.where`` casts a scalar, such as -1e9 in a mask."""
-  return (
-    origin.primitive == "convert_element_type"
-    and "jit(_where)" in origin.eqn_path
-    and origin.inputs[0].shape == ()
-  )
-
-
 _LOWER_SCALE = (
   "the loss scale is too high. A dynamic loss scale decreases automatically"
   " after each skipped step; lower a fixed one: {lower}. If the scale is at"
@@ -286,21 +264,11 @@ _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
     f" {_MASK_HINT}",
   ),
   (
-    _is_where_constant,
-    f"write a number that {{dtype}} holds, at most {{top}}; {_MASK_HINT}",
-  ),
-  (
     lambda x: not x._context.is_reproduced,
     "each operation is finite on its own, but XLA simplifies the compiled"
     " program. For example, it multiplies by the number of equal terms instead"
     " of adding them, and this number may be inf in {dtype}. Compute in float32"
     " here. Without jit, the step is not affected.",
-  ),
-  (
-    _is_overflow_of_equal_terms,
-    "the sum is finite, but XLA multiplies by the number of equal terms instead"
-    " of adding them, and this number is inf in {dtype}. Without jit, the step"
-    " is not affected. Add up in float32: jnp.sum(x, dtype=jnp.float32).",
   ),
   (
     _is_index_out_of_bounds,
@@ -331,12 +299,6 @@ _FIXES: tuple[tuple[Callable[[Overflow], bool], str], ...] = (
     "the loss scale is too high, but a lower one is not enough: with {lower},"
     " all gradients are zero. Either a value in the forward pass overflows, or"
     " they underflow: check_step names the value, and compute it in float32.",
-  ),
-  (
-    lambda x: bool(x.scale_factor) and x._context.is_below_min_scale,
-    "the loss scale is too high, and min_scale of its policy stops it from"
-    " decreasing. Lower min_scale, for example"
-    " ols.DynamicLossScale(min_scale=2.0**-24), or make the loss smaller.",
   ),
   (lambda x: bool(x.scale_factor), _LOWER_SCALE),
   (
