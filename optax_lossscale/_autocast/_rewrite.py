@@ -305,7 +305,7 @@ class Rewriter:
       return result.jaxpr
 
     new_eqn = _custom_derivatives.transform_custom_rule(
-      tagged_eqn, self._make_rule_transform(map_body), paths
+      tagged_eqn, rule, self._make_rule_transform(map_body), paths
     )
     if new_eqn is None:
       log = log._replace(unentered_eqns=(eqn,))

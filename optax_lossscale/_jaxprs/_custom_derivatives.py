@@ -92,19 +92,22 @@ def get_custom_rule(eqn: core.JaxprEqn) -> CustomRule | None:
 
 
 def transform_custom_rule(
-  eqn: core.JaxprEqn, transform: RuleTransform, paths: _weights.WeightPaths
+  eqn: core.JaxprEqn,
+  rule: CustomRule,
+  transform: RuleTransform,
+  paths: _weights.WeightPaths,
 ) -> core.JaxprEqn | None:
   """Transform the body and the rule of an equation with a custom derivative.
 
   Args:
-    eqn: an equation for which :func:`get_custom_rule` returns a rule.
+    eqn: the equation.
+    rule: its rule, by :func:`get_custom_rule`.
     transform: the transforms.
     paths: the weight paths of the inputs of the equation.
 
   Returns:
     The new equation; None if the equation doesn't have the expected parameters.
   """
-  rule: Any = get_custom_rule(eqn)
   hi_prim = _eqns.get_hi_primitive(eqn) or eqn.params.get("_prim")
   transform_plain, transform_hijax = _RULE_TRANSFORMS[rule.primitive_name]
   if rule.num_consts is None or len(list(_eqns.subjaxprs(eqn))) > 1:

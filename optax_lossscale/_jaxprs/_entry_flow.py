@@ -8,7 +8,6 @@ a step clips them, is a scalar, and mixes no entries of two arrays.
 from collections.abc import Callable, Sequence
 
 from optax_lossscale._jaxprs import (
-  _dataflow,
   _eqns,
   _tagged_values,
   _walk,
@@ -27,7 +26,7 @@ _RANDOM_PRIMITIVES = {
 }  # fmt: skip
 
 
-class EntryFlow(_dataflow.Dataflow):
+class EntryFlow(_walk.Dataflow):
   """The sources of each result of a program, entry by entry.
 
   Args:
@@ -65,7 +64,7 @@ class EntryFlow(_dataflow.Dataflow):
       self.before_gradients |= _list_arguments(operands)
       return [Labels({tag, AFTER_GRADIENT})]
     if visit.stack_location.is_backward:
-      return [_dataflow.NOTHING] * num_outs
+      return [_walk.NOTHING] * num_outs
     if visit.stack_location.is_differentiated:
       self.in_loss |= _list_arguments(operands)
     if visit.eqn.primitive.name in _RANDOM_PRIMITIVES:
@@ -76,7 +75,7 @@ class EntryFlow(_dataflow.Dataflow):
     self, visit: _walk.EqnVisit, operands: list[Labels]
   ) -> list[Labels]:
     """Join what reaches the operands; by entries if they have one shape."""
-    get_entry_labels = lambda shape: _dataflow.NOTHING.union(
+    get_entry_labels = lambda shape: _walk.NOTHING.union(
       *(
         labels if _eqns.get_shape(atom) == shape else labels & {AFTER_GRADIENT}
         for atom, labels in zip(visit.eqn.invars, operands, strict=True)

@@ -198,11 +198,6 @@ def is_scan_dropped_by_jit() -> bool:
   return float(carry) != 1.0
 
 
-def list_bodies(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
-  """Return the jaxprs that an equation runs, or may run; none if unknown."""
-  return get_bodies(parse_higher_order(eqn))
-
-
 def get_bodies(hop: HigherOrderOp | None) -> list[_eqns.ClosedJaxpr]:
   """Return the jaxprs that a higher-order equation runs, or may run.
 

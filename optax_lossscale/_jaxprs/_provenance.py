@@ -298,60 +298,52 @@ def make_unique_labels(
     For each equation its label, and the source line that distinguishes it from
     others with the same name, as a string; empty if no line is known.
   """
-  # If a prefix occurs in the forward pass, only the matmuls of the forward pass
-  # decide whether it is unique, since the backward pass has their derivatives.
-  forward_names = [names for names, is_backward in sites if not is_backward]
-  backward_names = [names for names, is_backward in sites if is_backward]
-  names_by_prefix = {
-    **_group_names(backward_names, EqnNames.prefixes),
-    **_group_names(forward_names, EqnNames.prefixes),
-  }
   distinct_names = dict.fromkeys(names for names, _ in sites)
-  names_by_line = _group_names(distinct_names, lambda names: names.lines)
-  line_prefixes = {
-    names: set(names.line_prefixes()) for names in distinct_names
-  }
+  forward_names = {names for names, is_backward in sites if not is_backward}
+  names_by_prefix = _group_names(distinct_names, EqnNames.prefixes)
+  names_by_pair = _group_names(
+    distinct_names,
+    lambda names: itertools.product(names.line_prefixes(), names.lines),
+  )
+
+  def is_unique(prefix: str) -> bool:
+    # If a prefix occurs in the forward pass, only the matmuls of the forward
+    # pass decide, since the backward pass has their derivatives.
+    group = names_by_prefix.get(prefix, [])
+    group = [x for x in group if x in forward_names] or group
+    return bool(group) and all(_is_same_site(group[0], x) for x in group)
 
   def make_label(names: EqnNames) -> tuple[str, str]:
     """Return the label and the line of an equation with these names."""
     candidates = names.candidate_labels()
-    unique_candidates = [
-      x for x in candidates if _is_single_site(names_by_prefix.get(x, []))
-    ]
+    unique_candidates = list(filter(is_unique, candidates))
     no_weights = [] if names.param_path else [NO_WEIGHTS]
     prefixes = [*unique_candidates, *candidates, *no_weights]
+    pairs = itertools.product(prefixes, names.lines)
     unique_pairs = (
-      (prefix, str(line))
-      for prefix, line in itertools.product(prefixes, names.lines)
-      if all(
-        _is_same_site(names, other)
-        for other in names_by_line[line]
-        if prefix in line_prefixes[other]
-      )
+      pair
+      for pair in pairs
+      if all(_is_same_site(names, x) for x in names_by_pair[pair])
     )
-    nearest_line = str([*names.lines, ""][0])
-    prefix, source_line = next(unique_pairs, (prefixes[0], nearest_line))
-    label = [*unique_candidates, format_location(prefix, source_line)][0]
-    return label, source_line
+    nearest_pair = prefixes[0], [*names.lines, ""][0]
+    prefix, line = next(unique_pairs, nearest_pair)
+    label = [*unique_candidates, format_location(prefix, str(line))][0]
+    return label, str(line)
 
   labels = {names: make_label(names) for names in distinct_names}
   return [labels[names] for names, _ in sites]
 
 
 def _group_names(
-  sites: Iterable[EqnNames], get_keys: Callable[[EqnNames], Iterable[Any]]
+  distinct_names: Iterable[EqnNames],
+  get_keys: Callable[[EqnNames], Iterable[Any]],
 ) -> dict[Any, list[EqnNames]]:
-  """Return for each key the distinct names that have it."""
+  """Return for each key the names that have it."""
   groups: dict[Any, list[EqnNames]] = {}
-  for names in dict.fromkeys(sites):
+  for names in distinct_names:
     for key in get_keys(names):
       groups.setdefault(key, []).append(names)
   return groups
-
-
-def _is_single_site(names: list[EqnNames]) -> bool:
-  """Return whether all names belong to one matmul, and there are some."""
-  return bool(names) and all(_is_same_site(names[0], x) for x in names)
 
 
 def _is_same_site(a: EqnNames, b: EqnNames) -> bool:

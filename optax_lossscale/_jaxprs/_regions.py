@@ -9,13 +9,12 @@ as many others as necessary to keep regions small.
 """
 
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.extend import core
 import jax.numpy as jnp
 
 from optax_lossscale._jaxprs import (
-  _dataflow,
   _eqns,
   _higher_order,
   _primitives,
@@ -37,28 +36,43 @@ ARGUMENT = -1
 _MAX_REGION_SIZE = 128
 
 
-class Regions(NamedTuple):
+class Regions(_walk.Dataflow):
   """The checked values of a program, and what they read.
+
+  Only floats read anything: an integer is never nonfinite.
 
   Attributes:
     reads: for each checked value, the set of all equations of its region, and
       of the checked values and arguments that the region reads. Outputs of the
       program have an entry, too; it is empty for constants.
     loops: the positions of the loops.
-    eqns: the equation at each position, except calls, loops and branches.
+    visits: the equation at each position, in program order.
   """
 
-  reads: dict[Key, Sources]
-  loops: set[Key]
-  eqns: dict[Key, core.JaxprEqn]
+  def __init__(self, closed_jaxpr: _eqns.ClosedJaxpr) -> None:
+    super().__init__()
+    self.reads: dict[Key, Sources] = {}
+    self.loops: set[Key] = set()
+    self.visits: dict[Key, _walk.EqnVisit] = {}
+    self._checked: set[Key] = set()
+    inputs = [
+      Sources({(ARGUMENT, i)}) if is_inexact(var) else _walk.NOTHING
+      for i, var in enumerate(closed_jaxpr.jaxpr.invars)
+    ]
+    # Values are selected in the first round, and their regions are found in the
+    # second.
+    for _ in range(2):
+      self.reads.clear()
+      outs = self.propagate_jaxpr(closed_jaxpr, inputs)
+    self.reads |= {get_output_key(i): out for i, out in enumerate(outs)}
 
   def list_sources(self, key: Key) -> list[Key]:
     """Return the checked values and arguments that a value reads."""
-    return sorted(self.reads.get(key, _dataflow.NOTHING) - self.eqns.keys())
+    return sorted(self.reads.get(key, _walk.NOTHING) - self.visits.keys())
 
   def list_region(self, key: Key) -> list[Key]:
     """Return the positions of the equations in the region of a value."""
-    return sorted(self.reads.get(key, _dataflow.NOTHING) & self.eqns.keys())
+    return sorted(self.reads.get(key, _walk.NOTHING) & self.visits.keys())
 
   def list_loops(self, key: Key) -> list[Key]:
     """Return the positions of the loops around a key, the outermost first."""
@@ -86,80 +100,25 @@ class Regions(NamedTuple):
       found |= new
     return set(map(get_output_index, filter(is_output, found)))
 
-
-def get_output_key(index: int) -> Key:
-  """Return the key of an output of the program."""
-  return OUTPUT, OUTPUT + index
-
-
-def get_output_index(key: Key) -> int:
-  """Return the index of an output of the program."""
-  return key[1] - OUTPUT
-
-
-def get_eqn_path(key: Key) -> Key:
-  """Return the position of an equation, by its own key or that of a result."""
-  return key if len(key) % 2 else key[:-1]
-
-
-def is_output(key: Key) -> bool:
-  """Return whether a key is that of an output of the program."""
-  return key[0] == OUTPUT
-
-
-def is_argument(key: Key) -> bool:
-  """Return whether a key is that of an argument of the program."""
-  return key[0] == ARGUMENT
-
-
-def is_checked_value(key: Key) -> bool:
-  """Return whether a key is that of a value within the program."""
-  return key[-1] >= OUTPUT and not is_output(key)
-
-
-def find_regions(closed_jaxpr: _eqns.ClosedJaxpr) -> Regions:
-  """Select the values of a program to check, and find their regions."""
-  analysis = _RegionAnalysis()
-  inputs = [
-    Sources({(ARGUMENT, i)}) if is_inexact(var) else _dataflow.NOTHING
-    for i, var in enumerate(closed_jaxpr.jaxpr.invars)
-  ]
-  # Values are selected in the first round, and their regions are found in the
-  # second.
-  for _ in range(2):
-    analysis.reads.clear()
-    outs = analysis.propagate_jaxpr(closed_jaxpr, inputs)
-  analysis.reads |= {get_output_key(i): out for i, out in enumerate(outs)}
-  return Regions(analysis.reads, analysis.loops, analysis.eqns)
-
-
-class _RegionAnalysis(_dataflow.Dataflow):
-  """Propagates what each value reads.
-
-  Only floats read anything: an integer is never nonfinite.
-  """
-
-  def __init__(self) -> None:
-    super().__init__()
-    self._checked: set[Key] = set()
-    self.reads: dict[Key, Sources] = {}
-    self.loops: set[Key] = set()
-    self.eqns: dict[Key, core.JaxprEqn] = {}
+  def propagate_eqn(
+    self, visit: _walk.EqnVisit, operands: list[Sources]
+  ) -> list[Sources]:
+    self.visits[visit.path] = visit
+    return super().propagate_eqn(visit, operands)
 
   def transfer(
     self, visit: _walk.EqnVisit, operands: list[Sources]
   ) -> list[Sources]:
     eqn, path = visit.eqn, visit.path
-    self.eqns[path] = eqn
     sources = Sources({path}).union(*operands)
     is_selected = (
       _primitives.is_matmul(eqn)
-      or len(sources & self.eqns.keys()) > _MAX_REGION_SIZE
+      or len(sources & self.visits.keys()) > _MAX_REGION_SIZE
     )
     return [
       self._check((*path, OUTPUT + i), sources, is_selected=is_selected)
       if is_inexact(var)
-      else _dataflow.NOTHING
+      else _walk.NOTHING
       for i, var in enumerate(eqn.outvars)
     ]
 
@@ -190,7 +149,7 @@ class _RegionAnalysis(_dataflow.Dataflow):
     # Check the outputs, so that no region leaves an iteration. An output that
     # is an input, or a checked value, needs no flag.
     is_computed = lambda sources, var: (
-      var not in jaxpr.invars and not self.eqns.keys().isdisjoint(sources)
+      var not in jaxpr.invars and not self.visits.keys().isdisjoint(sources)
     )
     return [
       self._check(
@@ -210,8 +169,38 @@ class _RegionAnalysis(_dataflow.Dataflow):
     if not is_selected and key not in self._checked:
       return sources
     self._checked.add(key)
-    self.reads[key] = self.reads.get(key, _dataflow.NOTHING) | sources
+    self.reads[key] = self.reads.get(key, _walk.NOTHING) | sources
     return Sources({key})
+
+
+def get_output_key(index: int) -> Key:
+  """Return the key of an output of the program."""
+  return OUTPUT, OUTPUT + index
+
+
+def get_output_index(key: Key) -> int:
+  """Return the index of an output of the program."""
+  return key[1] - OUTPUT
+
+
+def get_eqn_path(key: Key) -> Key:
+  """Return the position of an equation, by its own key or that of a result."""
+  return key if len(key) % 2 else key[:-1]
+
+
+def is_output(key: Key) -> bool:
+  """Return whether a key is that of an output of the program."""
+  return key[0] == OUTPUT
+
+
+def is_argument(key: Key) -> bool:
+  """Return whether a key is that of an argument of the program."""
+  return key[0] == ARGUMENT
+
+
+def is_checked_value(key: Key) -> bool:
+  """Return whether a key is that of a value within the program."""
+  return key[-1] >= OUTPUT and not is_output(key)
 
 
 def is_inexact(atom: Any) -> bool:

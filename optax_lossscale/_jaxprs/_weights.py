@@ -185,20 +185,11 @@ class JaxprWeights:
     if all(path is None for path in paths):
       return
     name = eqn.primitive.name
-    call_jaxpr = _eqns.get_call_jaxpr(eqn)
-    if call_jaxpr is not None:
-      prefix, _, body_suffixes = _split_call_paths(eqn, [], paths)
-      body_weights = self._program.get_jaxpr_weights(
-        call_jaxpr, body_suffixes[call_jaxpr.jaxpr]
-      )
-      # These inputs of the body are gradients that it passes on.
-      paths = _get_paths(body_weights._gradient_paths, call_jaxpr.jaxpr.invars)
-      paths = [path if path is None else (*prefix, *path) for path in paths]
-    elif (
+    if (
       name not in _primitives.WEIGHT_PRESERVING | _LINEAR_SUMS | _CONCATENATIONS
     ):
       return
-    elif len(paths) == 1:  # Otherwise it is an `optimization_barrier`.
+    if len(paths) == 1:  # Otherwise it is an `optimization_barrier`.
       is_concatenation = name in _CONCATENATIONS and len(eqn.invars) > 1
       indices = [(str(i),) * is_concatenation for i in range(len(eqn.invars))]
       paths = [(*(paths[0] or ()), *index) for index in indices]

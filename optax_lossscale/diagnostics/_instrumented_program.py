@@ -136,7 +136,7 @@ class InstrumentedProgram:
       for key in self.checked
     }
     state |= {
-      key: _eqn_stats.make_empty_stats(regions.eqns[key])
+      key: _eqn_stats.make_empty_stats(regions.visits[key].eqn)
       for key in self.measured
     }
     jaxpr = self.traced.closed_jaxpr.jaxpr
@@ -220,14 +220,11 @@ class _Instrumenter(_state_threading.StateThreader):
   def __init__(self, shared: _Inputs, program: InstrumentedProgram) -> None:
     super().__init__(shared)
     self._program = program
-    self._keys_by_eqn: dict[_regions.Key, set[_regions.Key]] = {
-      key[:i]: set()
-      for key in program.replaceable
-      for i in range(1, len(key) - 1, 2)
-    }
-    for key in [*program.checked, *program.measured]:
+    self._keys_by_eqn: dict[_regions.Key, set[_regions.Key]] = {}
+    state_keys = program.checked.union(program.measured)
+    for key in [*program.replaceable, *state_keys]:
       # The state of the value in whose region an equation is, is read.
-      keys = program.checked & {key, program.measured.get(key, key)} | {key}
+      keys = state_keys & {key, program.measured.get(key, key)}
       # The prefixes of a key are the positions of the equations around it.
       for i in range(1, len(key) - 1, 2):
         self._keys_by_eqn.setdefault(key[:i], set()).update(keys)

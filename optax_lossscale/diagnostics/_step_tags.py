@@ -288,8 +288,8 @@ def list_tags(
 ) -> dict[_regions.Key, _outputs.TagGroup]:
   """Return the tags of a program by position."""
   tags = {
-    key: _tags.parse_tag(_tagged_values.get_tag(eqn) or "")
-    for key, eqn in regions.eqns.items()
+    key: _tags.parse_tag(_tagged_values.get_tag(visit.eqn) or "")
+    for key, visit in regions.visits.items()
   }
   return {key: _get_group(tag) for key, tag in tags.items() if tag is not None}
 

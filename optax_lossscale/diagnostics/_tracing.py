@@ -198,7 +198,7 @@ def trace(
   closed_jaxpr = harvest.closed_jaxpr
   # A Ref in the arguments is copied, but one in a closure would be mutated.
   _check_no_ref_consts(closed_jaxpr)
-  regions = _regions.find_regions(closed_jaxpr)
+  regions = _regions.Regions(closed_jaxpr)
   tags = _step_tags.list_tags(regions)
   outputs = _outputs.describe_outputs(
     closed_jaxpr,

@@ -24,13 +24,14 @@ def describe_origins(
   traced: _tracing.TracedFunction, origins: Sequence[_origins.Origin]
 ) -> list[_report.Overflow]:
   """Return the reports on equations and arguments."""
-  visits = list(_walk.walk(traced.closed_jaxpr, _higher_order.list_bodies))
-  visit_by_path = {visit.path: visit for visit in visits}
+  visits = traced.get_regions().visits
   return [
     _describe_argument(traced, origin.key[1])
     if _regions.is_argument(origin.key)
     else _describe_eqn(
-      origin, visit_by_path[_regions.get_eqn_path(origin.key)], visits
+      origin,
+      visits[_regions.get_eqn_path(origin.key)],
+      list(visits.values()),
     )
     for origin in origins
   ]

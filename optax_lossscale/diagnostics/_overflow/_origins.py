@@ -92,6 +92,7 @@ class _NonfiniteValues:
   Attributes:
     iterations: for each nonfinite checked value, output and NaN argument, in
       program order, the iterations in which it first was nonfinite.
+    inf_args: the arguments with inf, but no NaN. They may be masks.
   """
 
   def __init__(
@@ -106,8 +107,7 @@ class _NonfiniteValues:
     ]
     has_nan = lambda key: _host_values.has_nan(traced.inputs[key[1]])
     nan_args = list(filter(has_nan, bad_args))
-    # An argument with inf, but no NaN, may be a mask.
-    self._inf_args = set(bad_args).difference(nan_args)
+    self.inf_args = set(bad_args).difference(nan_args)
     iterations: dict[Key, Iterations] = record.first_nonfinite | dict.fromkeys(
       [*nan_args, *map(_regions.get_output_key, bad_outputs)], ()
     )
@@ -127,11 +127,6 @@ class _NonfiniteValues:
   def _list_nonfinite_sources(self, key: Key) -> list[Key]:
     sources = self._regions.list_sources(key)
     return [source for source in sources if source in self._times]
-
-  def list_inf_args(self, key: Key) -> list[Key]:
-    """Return the arguments with inf, but no NaN, that a value reads."""
-    sources = self._regions.list_sources(key)
-    return list(filter(self._inf_args.__contains__, sources))
 
   def find_candidates(self) -> list[Key]:
     """Return the values in whose regions an inf or a NaN originated.
@@ -202,15 +197,16 @@ class _OriginSearch:
     for key in values:
       region = self._regions.list_region(key)
       # Movement is measured only where a constant is moved.
-      computing = list(filter(self._may_be_origin, region))
+      computing = [
+        x
+        for x in region
+        if self._regions.visits[x].eqn.primitive.name not in _MOVEMENT
+      ]
       more = dict.fromkeys(computing or region, key) | eqns
       if eqns and len(more) > _MAX_MEASURED:
         break
       eqns = more
     return eqns
-
-  def _may_be_origin(self, key: Key) -> bool:
-    return self._regions.eqns[key].primitive.name not in _MOVEMENT
 
   def find_origins(self) -> list[Origin]:
     """Return the origins, in the order in which they ran."""
@@ -302,7 +298,8 @@ class _OriginSearch:
       region = self._regions.list_region(candidate)
       measured = list(filter(self._stats.__contains__, region))
       nonfinite = [x for x in measured if self._stats[x].is_nonfinite.any()]
-      inf_args = self._values.list_inf_args(candidate)
+      sources = self._regions.list_sources(candidate)
+      inf_args = filter(self._values.inf_args.__contains__, sources)
       last_keys = [*measured[-1:], *region[-1:], candidate]
       key = [*inf_args, *nonfinite, *last_keys][0]
       self._iterations.setdefault(key, self._values.iterations[candidate])
