@@ -212,7 +212,7 @@ def _describe_unentered(
   locations = list(
     dict.fromkeys(
       _provenance.format_location(
-        _source_info.get_primitive_name(visit.eqn), visit.location.source_line
+        _eqns.get_primitive_name(visit.eqn), visit.location.source_line
       )
       for visit in _walk.walk(closed_jaxpr, _matmuls.subjaxprs_to_search)
       if visit.eqn in unentered_eqns

@@ -232,7 +232,7 @@ def find_rule_matmuls(
   get_subjaxprs = subjaxprs_to_search
   jaxprs_and_paths = [(x, paths) for x in get_subjaxprs(eqn)]
   if grad_jaxpr is not None:
-    float_paths = paths.select_inputs(float_indices)
+    float_paths = tuple(paths.inputs[i] for i in float_indices if paths.inputs)
     # The outputs are the gradients of the float inputs, so they have the same
     # paths.
     input_paths = (*float_paths, *paths.inputs)

@@ -70,7 +70,7 @@ class RuleTransform(NamedTuple):
 
 def get_custom_rule(eqn: core.JaxprEqn) -> CustomRule | None:
   """Return the custom derivative of an equation; None if it has none."""
-  primitive_name = _eqns.get_canonical_name(eqn)
+  primitive_name = _eqns.get_primitive_name(eqn)
   if primitive_name not in _RULE_TRANSFORMS:
     return None
   hi_prim: Any = _eqns.get_hi_primitive(eqn)

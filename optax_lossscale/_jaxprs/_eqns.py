@@ -5,7 +5,7 @@ jaxprs. Since 0.12 ``lax.custom_root``, ``jnp.ldexp`` and others are hijax
 primitives, and so are, under the flags ``jax_remat3``, ``jax_custom_vjp3`` and
 ``jax_custom_jvp3``, ``checkpoint`` and functions with custom derivatives. The
 package treats such a primitive as the plain one that it replaces: see
-``get_canonical_name``.
+``get_primitive_name``.
 """
 
 from collections.abc import (
@@ -36,23 +36,25 @@ Atom = core.Var | core.Literal  # an operand of an equation
 
 # Equations that only call their jaxpr with all of their inputs.
 _CALL_PRIMITIVES = {
-  "call",  # JAX 0.10 is the last with these two: remove once jax >= 0.11.
+  "call",  # Remove once jax >= 0.11, and closed_call.
+  "checkpoint",
   "closed_call",
   "compute_on",
   "custom_jvp_call",
   "custom_vjp_call",
   "eval_jaxpr",
   "jit",
-  "remat2",
   "xla_metadata_call",
 }
-# For each class of hijax primitives the plain primitive that it replaces.
+# For each class of hijax primitives the plain primitive that it replaces; and
+# the name of an operation, where it differs from that of its primitive.
 _CANONICAL_NAMES = {
   "CheckpointName": "name",
   "CustomJVPTraced": "custom_jvp_call",
   "CustomVJPTraced": "custom_vjp_call",
-  "RematTraced": "remat2",
+  "RematTraced": "checkpoint",
   "Scan3": "scan",
+  "remat2": "checkpoint",
 }
 
 
@@ -184,16 +186,17 @@ def get_call_jaxpr(eqn: core.JaxprEqn) -> ClosedJaxpr | None:
   Calls are ``jit``, ``checkpoint`` and functions with a custom derivative. For
   all other equations the result is None.
   """
-  is_call = get_canonical_name(eqn) in _CALL_PRIMITIVES
+  is_call = get_primitive_name(eqn) in _CALL_PRIMITIVES
   bodies = list(subjaxprs(eqn)) if is_call else []
   has_one_body = len(bodies) == 1 and has_same_signature(bodies[0], eqn)
   return bodies[0] if has_one_body else None
 
 
-def get_canonical_name(eqn: core.JaxprEqn) -> str:
+def get_primitive_name(eqn: core.JaxprEqn) -> str:
   """Return the name of the plain primitive that an equation is or replaces.
 
-  A hijax primitive that replaces none has the name of its class.
+  It is the same in all versions of JAX. A hijax primitive that replaces none
+  has the name of its class.
   """
   name = eqn.primitive.name
   hi_prim = get_hi_primitive(eqn)
@@ -202,7 +205,7 @@ def get_canonical_name(eqn: core.JaxprEqn) -> str:
   if name == "call_hi_primitive_linearized":
     plain_name = _CANONICAL_NAMES.get(type(eqn.params.get("_prim")).__name__)
     return "custom_lin" if plain_name == "custom_vjp_call" else name
-  return name
+  return _CANONICAL_NAMES.get(name, name)
 
 
 def has_same_signature(closed_jaxpr: ClosedJaxpr, eqn: core.JaxprEqn) -> bool:

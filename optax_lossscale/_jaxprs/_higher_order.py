@@ -181,7 +181,7 @@ def is_control_flow(eqn: core.JaxprEqn) -> bool:
 def has_hijax_scan(closed_jaxpr: _eqns.ClosedJaxpr) -> bool:
   """Return whether a jaxpr contains a scan of hijax (flag ``jax_scan3``)."""
   return any(
-    _eqns.get_canonical_name(eqn) == "scan" != eqn.primitive.name
+    _eqns.get_primitive_name(eqn) == "scan" != eqn.primitive.name
     or any(map(has_hijax_scan, _eqns.subjaxprs(eqn)))
     for eqn in closed_jaxpr.jaxpr.eqns
   )

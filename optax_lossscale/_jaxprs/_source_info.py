@@ -20,8 +20,6 @@ _LIBRARIES = (
   "beartype", "chex", "equinox", "flax", "haiku", "jax", "jaxlib", "jaxtyping",
   "keras", "optax", "optax_lossscale",
 )  # fmt: skip
-# Primitives that users call by another name.
-_ALIASES = {"remat2": "checkpoint"}
 # In a traceback, the frames outside of these are callers of the function that
 # `autocast` wraps.
 _PACKAGE_DIR = os.path.dirname(os.path.dirname(__file__))
@@ -62,21 +60,10 @@ class SourceLine(NamedTuple):
     ]
 
 
-def get_primitive_name(eqn: core.JaxprEqn) -> str:
-  """Return the name of an operation that reports print.
-
-  It is the same in all versions of JAX.
-
-  For a hijax primitive it is the name of the primitive instead of the call.
-  """
-  name = _eqns.get_canonical_name(eqn)
-  return _ALIASES.get(name, name)
-
-
 def format_call(eqn: core.JaxprEqn) -> str:
   """Format an equation as a part of an equation path: ``jit(block)``."""
   name = eqn.params.get("name")
-  op_name = get_primitive_name(eqn)
+  op_name = _eqns.get_primitive_name(eqn)
   return f"{op_name}({name})" if isinstance(name, str) else op_name
 
 

@@ -335,7 +335,7 @@ def _separate_recomputation(eqn: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
   Otherwise XLA would replace the recomputed values by those of the forward
   pass, and keep all of them in memory. JAX prevents it in the same way.
   """
-  is_checkpoint = _eqns.get_canonical_name(eqn) == "remat2"
+  is_checkpoint = _eqns.get_primitive_name(eqn) == "checkpoint"
   if not is_checkpoint or _eqns.has_ref_operand(eqn):
     return inputs
   return lax.optimization_barrier(inputs)

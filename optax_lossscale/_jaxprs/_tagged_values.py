@@ -27,7 +27,6 @@ from optax_lossscale._jaxprs import (
   _higher_order,
   _primitives,
   _provenance,
-  _source_info,
   _walk,
 )
 
@@ -159,7 +158,7 @@ class _Harvester:
     harvested_eqn = self._harvest_bodies(eqn, hop, location)
     if self._required_search.any_inside(eqn):
       label = _provenance.format_location(
-        _source_info.get_primitive_name(eqn), location.label
+        _eqns.get_primitive_name(eqn), location.label
       )
       if harvested_eqn is None:
         self._unreached_labels.append(label)
@@ -249,7 +248,7 @@ def rename_tags(
 
 def get_tag(eqn: core.JaxprEqn) -> str | None:
   """Return the name of a ``checkpoint_name`` equation; None for all others."""
-  if _source_info.get_primitive_name(eqn) != "name":
+  if _eqns.get_primitive_name(eqn) != "name":
     return None
   params: Any = getattr(_eqns.get_hi_primitive(eqn), "params", eqn.params)
   return params["name"]

@@ -268,7 +268,7 @@ class Dataflow(abc.ABC):
   ) -> list[Labels]:
     """Return what reaches each output of an equation. Subclasses extend it."""
     # With JAX's upgrade flags, a tag is a call.
-    is_tag = _eqns.get_canonical_name(visit.eqn) == "name"
+    is_tag = _eqns.get_primitive_name(visit.eqn) == "name"
     hop = None if is_tag else self._parse_higher_order(visit.eqn)
     match hop:
       case None:

@@ -6,7 +6,7 @@ gradient of a weight, and has the path of this weight. So paths of weights are
 propagated forward, and paths of gradients backward.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import itertools
 import types
 from typing import Any, NamedTuple
@@ -43,10 +43,6 @@ class WeightPaths(NamedTuple):
 
   inputs: tuple[WeightPath, ...] = ()
   outputs: tuple[WeightPath, ...] = ()
-
-  def select_inputs(self, indices: Iterable[int]) -> tuple[WeightPath, ...]:
-    """Return the paths of the inputs with these indices."""
-    return tuple(self.inputs[i] for i in indices if self.inputs)
 
 
 NO_PATHS = WeightPaths()

@@ -139,20 +139,11 @@ class InstrumentedProgram:
       key: _eqn_stats.make_empty_stats(regions.visits[key].eqn)
       for key in self.measured
     }
-    jaxpr = self.traced.closed_jaxpr.jaxpr
-    # Keep equations alive whose flags are needed, even if their results
-    # are not.
-    indices = sorted({key[0] for key in [*self.checked, *self.measured]})
-    live_vars = [var for i in indices for var in jaxpr.eqns[i].outvars]
-    program: Any = _eqns.replace_jaxpr_fields(
-      self.traced.closed_jaxpr, outvars=[*jaxpr.outvars, *live_vars]
-    )
-    outs = _Instrumenter(shared, self).eval_jaxpr(
-      _state_threading.Frame(program), inputs, state
-    )
+    frame = _state_threading.Frame(self.traced.closed_jaxpr)
+    outs = _Instrumenter(shared, self).eval_jaxpr(frame, inputs, state)
     flags = {key: state[key] for key in self.checked}
     stats = {key: state[key] for key in self.measured}
-    return outs[: len(jaxpr.outvars)], flags, stats
+    return outs, flags, stats
 
 
 def make_compiler_options(inputs: Sequence[Any]) -> dict[str, Any]:

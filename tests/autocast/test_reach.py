@@ -14,7 +14,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale._autocast import _calls, _matmuls
-from optax_lossscale._jaxprs import _eqns, _source_info, _weights
+from optax_lossscale._jaxprs import _eqns, _weights
 
 A = normal(4, 4) / 2 + jnp.eye(4)
 B = jnp.ones((4, 4))
@@ -192,7 +192,7 @@ def test_an_equation_of_another_jax_is_rewritten_or_reported(name, change):
   found, warning_text, new = rewrite(new_jaxpr)
   if any(eqn is eqns[i] for eqn in new):  # Unchanged and reported.
     assert not found
-    assert _source_info.get_primitive_name(eqns[i]) in warning_text
+    assert _eqns.get_primitive_name(eqns[i]) in warning_text
   else:
     assert found and change is not make_unknown_eqn
     assert jaxprs.count_eqn_matmuls_by_dtype(new)["float32"] == 0

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from optax_lossscale._jaxprs import (
+  _eqns,
   _higher_order,
   _regions,
   _source_info,
@@ -24,7 +25,7 @@ def describe_origins(
   traced: _tracing.TracedFunction, origins: Sequence[_origins.Origin]
 ) -> list[_report.Overflow]:
   """Return the reports on equations and arguments."""
-  visits = traced.get_regions().visits
+  visits = traced.regions.visits
   return [
     _describe_argument(traced, origin.key[1])
     if _regions.is_argument(origin.key)
@@ -72,7 +73,7 @@ def _describe_eqn(
   )
   is_reproduced = origin.stats is None or bool(stats.is_nonfinite.any())
   return _report.Overflow(
-    primitive=_source_info.get_primitive_name(eqn),
+    primitive=_eqns.get_primitive_name(eqn),
     dtype=np.dtype(out_aval.dtype),
     kind="nan" if is_nan else "inf",
     name_scope=location.names.name_scope,
@@ -125,4 +126,4 @@ def _format_path(visit: _walk.EqnVisit, iterations: Sequence[int]) -> str:
       case _higher_order.Cond():
         label = f"cond(branch {inner.body_index})"
     labels.append(label)
-  return "/".join([*labels, _source_info.get_primitive_name(visit.eqn)])
+  return "/".join([*labels, _eqns.get_primitive_name(visit.eqn)])

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.extend import core
 
-from optax_lossscale._jaxprs import _source_info, _walk
+from optax_lossscale._jaxprs import _eqns, _walk
 
 # For each primitive, the functions whose derivatives it makes infinite, and
 # whether it divides by what follows from their operands or from their results.
@@ -122,7 +122,7 @@ def find_function(
     visits: those of all equations of the program.
   """
   eqn, jaxpr, parent = visit.eqn, visit.closed_jaxpr.jaxpr, visit.parent
-  primitive = _source_info.get_primitive_name(eqn)
+  primitive = _eqns.get_primitive_name(eqn)
   functions = _FUNCTIONS_BY_PRIMITIVE.get(primitive, {})
   if not functions or not visit.location.is_differentiated:
     return primitive
@@ -136,7 +136,7 @@ def find_function(
   found = {
     name
     for x in visits
-    if (name := _source_info.get_primitive_name(x.eqn)) in functions
+    if (name := _eqns.get_primitive_name(x.eqn)) in functions
     and x.location.lines == visit.location.lines
     and (
       (is_residual and functions[name] == "invars")

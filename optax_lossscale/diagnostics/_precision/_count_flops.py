@@ -20,7 +20,6 @@ from optax_lossscale._jaxprs import (
   _higher_order,
   _primitives,
   _provenance,
-  _source_info,
   _walk,
 )
 from optax_lossscale.diagnostics import (
@@ -287,9 +286,7 @@ def _executed_subjaxprs(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
 
 def _non_reducer_subjaxprs(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
   """Return the jaxprs in an equation, except those that combine two numbers."""
-  is_reducer = _source_info.get_primitive_name(eqn).startswith(
-    _REDUCER_PREFIXES
-  )
+  is_reducer = _eqns.get_primitive_name(eqn).startswith(_REDUCER_PREFIXES)
   return [] if is_reducer else list(_eqns.subjaxprs(eqn))
 
 
@@ -306,6 +303,6 @@ def _describe_limitation(visit: _walk.EqnVisit) -> str:
     reason = "its FLOPs are not counted" * bool(may_have_flops)
   if not reason:
     return ""
-  name = _source_info.get_primitive_name(eqn)
+  name = _eqns.get_primitive_name(eqn)
   where = _provenance.format_location(name, visit.location.source_line)
   return f"{where}: {reason}"

@@ -21,7 +21,6 @@ from optax_lossscale._jaxprs import (
   _higher_order,
   _primitives,
   _provenance,
-  _source_info,
   _walk,
 )
 from optax_lossscale.diagnostics import _dtype_limits, _host_values, _reports
@@ -74,7 +73,7 @@ class Layer:
     """Return the row of a report about this layer."""
     main_eqn, names = self.main_visit.eqn, self.location.names
     return _reports.LayerPrecision(
-      primitive=_source_info.get_primitive_name(main_eqn),
+      primitive=_eqns.get_primitive_name(main_eqn),
       name=self.name,
       name_scope=names.name_scope,
       param_path=names.param_path,

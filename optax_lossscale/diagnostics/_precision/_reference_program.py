@@ -25,7 +25,6 @@ from optax_lossscale._jaxprs import (
   _eqns,
   _primitives,
   _provenance,
-  _source_info,
   _state_threading,
   _walk,
 )
@@ -263,7 +262,7 @@ class _ReferenceEvaluator(_state_threading.StateThreader):
     ):
       return  # Random bits, for example, which are not rounded.
     location = frame.location.locate(eqn, frame.closed_jaxpr.jaxpr)
-    name = _source_info.get_primitive_name(eqn)
+    name = _eqns.get_primitive_name(eqn)
     label = _provenance.format_location(name, location.label)
     sentence = (
       f"Not analyzed: {label}, which runs in half precision in every run."
