@@ -98,7 +98,7 @@ class Regions(_walk.Dataflow):
         key for key, reads in self.reads.items() if not reads.isdisjoint(new)
       } - found
       found |= new
-    return set(map(get_output_index, filter(is_output, found)))
+    return {key[1] - OUTPUT for key in filter(is_output, found)}
 
   def propagate_eqn(
     self, visit: _walk.EqnVisit, operands: list[Sources]
@@ -176,11 +176,6 @@ class Regions(_walk.Dataflow):
 def get_output_key(index: int) -> Key:
   """Return the key of an output of the program."""
   return OUTPUT, OUTPUT + index
-
-
-def get_output_index(key: Key) -> int:
-  """Return the index of an output of the program."""
-  return key[1] - OUTPUT
 
 
 def get_eqn_path(key: Key) -> Key:

@@ -259,13 +259,11 @@ class _Instrumenter(_state_threading.StateThreader):
         for y in outs
       ]
     if key in measured:
-      stats, old = _eqn_stats.measure_eqn(eqn, inputs, outs), state[key]
-      state[key] = stats
-      # Before it runs, these are constants, except in a loop or a branch.
-      if not isinstance(old.is_origin, np.ndarray):
-        value_state = state.get(measured[key], np.zeros(1, np.int32))
-        select = functools.partial(jnp.where, value_state[0] == 0)
-        state[key] = jax.tree.map(select, stats, old)
+      stats = _eqn_stats.measure_eqn(eqn, inputs, outs)
+      # In a loop, the value that it leads to may already be nonfinite.
+      value_state = state.get(measured[key], np.zeros(1, np.int32))
+      select = functools.partial(jnp.where, value_state[0] == 0)
+      state[key] = jax.tree.map(select, stats, state[key])
       is_healed = self.shared.is_healed[list(measured).index(key)]
       outs = _eqn_stats.heal(eqn, inputs, outs, is_healed, stats)
     for i, out in enumerate(outs):
