@@ -13,9 +13,7 @@ import math
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-from jax import lax
 from jax.extend import core
-import jax.numpy as jnp
 
 from optax_lossscale._jaxprs import _eqns, _primitives
 
@@ -176,26 +174,6 @@ def parse_higher_order(eqn: core.JaxprEqn) -> HigherOrderOp | None:
 def is_control_flow(eqn: core.JaxprEqn) -> bool:
   """Return whether an equation is a loop, a branch or a ``shard_map``."""
   return eqn.primitive.name in _PARSERS
-
-
-def has_hijax_scan(closed_jaxpr: _eqns.ClosedJaxpr) -> bool:
-  """Return whether a jaxpr contains a scan of hijax (flag ``jax_scan3``)."""
-  return any(
-    _eqns.get_primitive_name(eqn) == "scan" != eqn.primitive.name
-    or any(map(has_hijax_scan, _eqns.subjaxprs(eqn)))
-    for eqn in closed_jaxpr.jaxpr.eqns
-  )
-
-
-def is_scan_dropped_by_jit() -> bool:
-  """Return whether ``jit`` drops scans from a program, under current flags.
-
-  JAX 0.12 does so under the flag ``jax_scan3``.
-  """
-  # The flag is not tested, since a version with a fix may have it, too.
-  add_one = lambda x, _: (x + 1, None)
-  carry = jax.jit(lambda x: lax.scan(add_one, x, length=1)[0])(jnp.zeros(()))
-  return float(carry) != 1.0
 
 
 def get_bodies(hop: HigherOrderOp | None) -> list[_eqns.ClosedJaxpr]:

@@ -21,7 +21,6 @@ from optax_lossscale import _checks
 from optax_lossscale._jaxprs import (
   _entry_flow,
   _eqns,
-  _higher_order,
   _regions,
 )
 from optax_lossscale.diagnostics import (
@@ -123,7 +122,6 @@ def trace_on_host(
     The :class:`TracedFunction`, and the progress line.
 
   Raises:
-    RuntimeError: if JAX compiles another program than it traces.
     TypeError: see :func:`trace`.
   """
   with (
@@ -136,7 +134,6 @@ def trace_on_host(
     jax.disable_jit(False),
   ):
     traced = trace(caller, fun, args, kwargs, allow_abstract=False)
-    _check_no_dropped_scans(caller, traced.closed_jaxpr)
     with _set_explicit_mesh(traced.inputs):
       yield traced, progress_line
 
@@ -297,18 +294,6 @@ def _check_no_ref_consts(closed_jaxpr: _eqns.ClosedJaxpr) -> None:
     raise TypeError(
       "fun closes over a jax.Ref, so running fun would change it. Pass the Ref"
       " as an argument, since arguments are copied."
-    )
-
-
-def _check_no_dropped_scans(
-  caller: str, closed_jaxpr: _eqns.ClosedJaxpr
-) -> None:
-  has_hijax_scan = _higher_order.has_hijax_scan(closed_jaxpr)
-  if has_hijax_scan and _higher_order.is_scan_dropped_by_jit():
-    raise RuntimeError(
-      f"jax.jit of JAX {jax.__version__} drops scans if the flag jax_scan3 is"
-      f" on, so {caller} would analyze a program without the scans. Turn the"
-      ' flag off: jax.config.update("jax_scan3", False), or unset JAX_SCAN3.'
     )
 
 

@@ -95,8 +95,6 @@ def find_overflow(
     the first operation that reads it is reported.
 
   Raises:
-    RuntimeError: if JAX compiles another program than it traces, as with a scan
-      under the flag ``jax_scan3``.
     TypeError: if ``fun`` is not callable, or an argument is a shape or is
       traced.
 

@@ -63,8 +63,6 @@ def compare_precision(
     A :class:`PrecisionComparison`, which prints as a table, the worst first.
 
   Raises:
-    RuntimeError: if JAX compiles another program than it traces, as with a scan
-      under the flag ``jax_scan3``.
     TypeError: if ``fun`` is not callable, or an argument is a shape or is
       traced.
     ValueError: if ``fun`` rounds nothing to half precision; or if it is no
