@@ -181,7 +181,8 @@ _DROPOUT_NET = nn.Sequential(
 _HALF_NET = nn.Sequential(
   [
     nn.Dense(4, dtype=jnp.float16),
-    nn.LayerNorm(dtype=jnp.float32),
+    nn.LayerNorm(dtype=jnp.float16),
+    nn.MultiHeadDotProductAttention(2, dtype=jnp.float16),
     nn.Dense(4, dtype=jnp.float16),
     lambda x: x.astype(jnp.float32),
   ]
@@ -276,7 +277,7 @@ def _haiku_step():
   return make_step(loss_fn=loss_fn, tx=tx, params=params, batch=batch)
 
 
-def _keras_step(make_layers, loss_fn, batch):
+def _keras_step(make_layers, loss_fn, batch, cast=ols.autocast):
   """Return a function that makes a step with a model called without state."""
 
   def make():
@@ -294,7 +295,7 @@ def _keras_step(make_layers, loss_fn, batch):
         return loss_fn(outputs), others_after
 
       (loss, new_others), grads = ols.value_and_grad(
-        ols.autocast(loss_of_params), opt_state, has_aux=True
+        cast(loss_of_params), opt_state, has_aux=True
       )(params)
       params, opt_state = apply_updates(TX, grads, params, opt_state)
       others = ols.select_if_applied(opt_state, new_others, others)
@@ -340,6 +341,18 @@ STEPS = {
     ],
     mse,
     BATCH,
+  ),
+  # The policy that a user of Keras sets for all layers.
+  "Keras, mixed precision": _keras_step(
+    lambda layers: [
+      layers.Input((4,)),
+      layers.Dense(4, dtype="mixed_float16"),
+      layers.BatchNormalization(dtype="mixed_float16"),
+      layers.Dense(4, dtype="mixed_float16"),
+    ],
+    lambda outputs: mse(outputs.astype(jnp.float32)),
+    BATCH,
+    lambda loss_fn: loss_fn,
   ),
   # Padding is masked by the layers, and the loss takes probabilities.
   "Keras, text": _keras_step(
