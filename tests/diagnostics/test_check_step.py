@@ -43,78 +43,12 @@ def test_a_sound_step_has_no_problems_and_says_what_was_checked():
     "ok  100.0% of the matmul and convolution FLOPs run in float16",
   ):
     assert sentence in lines
+  assert check.comparison.layers == ()  # Its error is small.
   assert any(x.startswith("ok  relative error of the gradi") for x in lines)
   assert "ok  0.0% of the gradient entries underflow" in lines
   assert lines[-1].startswith("More: check.flops, check.overflow, check.")
   assert len(lines) <= 20
   assert json.loads(json.dumps(check.as_dict()))["is_sound"] is True
-
-
-_make_half_step = functools.partial(
-  train_steps.make_step, loss_fn=train_steps.half_loss_fn
-)
-_ADAM = optax.adam(1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  ("differentiate", "tx"),
-  [
-    (train_steps.compute_grads, train_steps.make_tx(_ADAM)),
-    (train_steps.compute_unscaled_grads, train_steps.make_tx(_ADAM, 1.0)),
-  ],
-  ids=["scaled", "jax.grad"],
-)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_master_weights_are_the_fix_of_lost_updates(dtype, differentiate, tx):
-  params = optax.tree.cast(train_steps.PARAMS, dtype)
-  make = functools.partial(_make_half_step, differentiate, params=params)
-  step, args = make(tx=tx)
-  (problem,) = check_step(step, *args).problems
-  assert problem.fix.startswith("Keep float32 master weights: tx = ols.with_m")
-  step, args = make(tx=ols.with_master_weights(tx))
-  assert check_step(step, *args).is_sound
-
-
-def _return_old_params(old, new):
-  """Return the old parameters of an applied step, the new ones of a skip."""
-  applied = ols.get_loss_scale_state(new[1]).last_finite
-  return train_steps.where(applied, old[0], new[0]), new[1]
-
-
-def _put_state_back(old, new):
-  applied = ols.get_loss_scale_state(new[1]).last_finite
-  return new[0], train_steps.where(applied, new[1], old[1])
-
-
-_KEEPS_OLD = {
-  "returns the old parameters": _return_old_params,
-  "does not return the opt_state that update returns": _put_state_back,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cause", _KEEPS_OLD)
-def test_unscaled_gradients_are_checked_after_an_overflow(cause):
-  step, args = train_steps.make_step(
-    train_steps.compute_unscaled_grads,
-    _KEEPS_OLD[cause],
-    loss_fn=train_steps.half_loss_fn,
-    tx=train_steps.make_tx(policy=1.0),
-  )
-  (problem,) = check_step(step, *args).problems
-  assert cause in problem.cause
-
-
-@pytest.mark.slow
-def test_an_old_state_of_master_weights_is_a_problem():
-  step, args = _make_half_step(
-    make_result=lambda old, new: (new[0], old[1]),
-    tx=ols.with_master_weights(train_steps.make_tx(_ADAM)),
-    params=optax.tree.cast(train_steps.PARAMS, jnp.bfloat16),
-  )
-  (problem,) = check_step(step, *args).problems
-  assert "does not return the opt_state that update returns" in problem.cause
 
 
 @pytest.mark.slow
@@ -147,23 +81,6 @@ def test_a_loss_scale_that_is_too_high_is_a_problem_with_a_lower_one():
   assert check_step(step, params, state, batch).is_sound
 
 
-@pytest.mark.slow
-def test_with_several_loss_scales_the_one_to_change_is_named():
-  tx = ols.with_loss_scaling(optax.sgd(0.1))
-  cast = ols.autocast(loss_fn)
-
-  @jax.jit
-  def step(params, state, other, batch):
-    updates = tx.update(ols.grad(cast, state)(params, batch), state)
-    return updates, tx.update(ols.grad(cast, other)(params, batch), other)
-
-  params = {**PARAMS, "head": jnp.eye(4)}
-  high = ols.set_loss_scale(tx.init(params), 2.0**40)
-  check = check_step(step, params, tx.init(params), high, BATCH)
-  assert check.problems[0].fix.startswith("Lower the loss scale by 2**")
-  assert check.problems[0].loss_scale is None
-
-
 def test_a_float32_model_is_sound_and_says_how_to_use_float16():
   step, args = make_step(loss_fn=loss_fn)
   check = check_step(step, *args)
@@ -171,22 +88,6 @@ def test_a_float32_model_is_sound_and_says_how_to_use_float16():
   (limitation,) = check.not_checked
   assert limitation.startswith("half precision, to which this step rounds no")
   assert "ols.autocast(loss_fn)" in limitation
-
-
-@pytest.mark.slow
-def test_an_overflow_of_a_model_in_float16_is_named_without_autocast():
-  def half_loss(params, batch):
-    params, x = jax.tree.map(
-      lambda p: p.astype(jnp.float16), (params, batch["x"])
-    )
-    hidden = x @ params["w"] @ params["head"]
-    return jnp.mean(hidden.astype(jnp.float32) ** 2)
-
-  step, (params, *args) = make_step(loss_fn=half_loss)
-  check = check_step(step, {**params, "head": 6e4 * jnp.eye(4)}, *args)
-  (problem,) = check.problems
-  assert "dot_general" in problem.cause and "inf" in problem.cause
-  assert problem.fix
 
 
 @pytest.mark.slow

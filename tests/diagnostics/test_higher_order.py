@@ -16,7 +16,11 @@ import numpy as np
 import pytest
 
 from optax_lossscale._jaxprs import _eqns, _higher_order, _primitives
-from optax_lossscale.diagnostics import count_flops, find_overflow
+from optax_lossscale.diagnostics import (
+  compare_precision,
+  count_flops,
+  find_overflow,
+)
 
 X = np.full((4, 4), 2, np.float16)
 
@@ -203,6 +207,10 @@ def test_an_unknown_equation_is_treated_as_a_whole(fun, monkeypatch):
   report = count_flops(fun, X)
   assert report.total_flops == 128
   assert f"{name} at test_higher_order.py:" in " ".join(report.limitations)
+  known = lambda x: (fun(x), x @ x)
+  report = compare_precision(known, X / 3, progress=False)
+  (note,) = report.limitations
+  assert note.startswith(f"Not analyzed: {name} at test_higher_order.py:")
 
 
 def make_unknown_primitive(name, fun, **params):

@@ -3,9 +3,10 @@
 import functools
 
 from flax import nnx
-from helpers import parametrize_slow, step_mistakes, train_steps
+from helpers import step_mistakes, train_steps
 from helpers.train_steps import BATCH, make_step, PARAMS
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -13,6 +14,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale.diagnostics import (
+  _progress,
   check_step,
   compare_precision,
   count_flops,
@@ -138,6 +140,43 @@ def test_reports_transfer_what_they_need_and_donate_nothing(report, scale):
   assert not any(x.is_deleted() for x in jax.tree.leaves(args))
 
 
+@pytest.mark.parametrize(
+  ("report", "actions"),
+  [
+    (
+      find_overflow,
+      ["compiling and running the function", "measuring 1 operation"],
+    ),
+    pytest.param(
+      compare_precision,
+      [
+        "running the function as trained",
+        "running the function in float32",
+        "measuring layers, run 1",
+        "measuring layers, run 2",
+      ],
+      marks=pytest.mark.slow,
+    ),
+  ],
+)
+def test_progress_is_shown_only_if_it_takes_long(
+  report, actions, capsys, monkeypatch
+):
+  fun = jax.jit(lambda x: lax.scan(lambda x, _: (x * 60000, x), x, None, 2))
+  x = jnp.ones(4, jnp.float16)
+  report(fun, x, progress=False)  # The compiled programs are cached.
+  monkeypatch.setattr(_progress, "_DELAY_SECONDS", 60)
+  report(fun, x)
+  monkeypatch.setattr(_progress, "_DELAY_SECONDS", -1)
+  report(fun, x, progress=False)
+  assert capsys.readouterr() == ("", "")
+  report(fun, x)
+  out, err = capsys.readouterr()
+  assert out == ""
+  texts = [line.rpartition(", ")[0] for line in err.splitlines()]
+  assert texts == [f"{report.__name__}: {action}" for action in actions]
+
+
 def test_reports_use_up_no_random_key():
   def fun(x, key):
     return jnp.sum(jax.random.bernoulli(key, 0.9, x.shape) * x)
@@ -202,17 +241,9 @@ def test_an_update_that_does_not_run_is_a_problem_next_to_an_overflow():
   assert any("did not run" in problem.cause for problem in check.problems)
 
 
-SILENT = (
-  "unscaled twice",
-  "gradients of the first state",
-  "skipped by an argument",
-)
-
-
-@parametrize_slow("name", SILENT[:1], SILENT)
-def test_only_check_step_judges_how_a_step_scales_its_gradients(name):
+def test_only_check_step_judges_how_a_step_scales_its_gradients():
   """A warning would be an error of the test."""
-  step, args = step_mistakes.MISTAKES[name].make()
+  step, args = step_mistakes.MISTAKES["unscaled twice"].make()
   assert find_overflow(step, *args) is None
 
 
@@ -241,6 +272,8 @@ def test_each_of_two_optimizers_receives_its_own_overflow():
   other = ols.set_loss_scale(other, 2.0**40)
   check = check_step(step, params, others, state, other, batch)
   assert check.overflow.backward and "hidden" not in str(check)
+  assert check.problems[0].fix.startswith("Lower the loss scale by 2**")
+  assert check.problems[0].loss_scale is None  # Only one is too high.
 
 
 @pytest.mark.slow

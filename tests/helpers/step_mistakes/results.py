@@ -15,6 +15,8 @@ from helpers.step_mistakes.states import make_gan_step, POLICIES
 from helpers.train_steps import (
   apply_updates,
   BATCH,
+  compute_unscaled_grads,
+  half_loss_fn,
   loss_fn,
   make_population,
   make_tx,
@@ -164,6 +166,12 @@ MISTAKES = {
     "old state, and an error after an overflow": raise_if(
       lambda finite: ~finite, lambda old, new: (new[0], old[1])
     ),
+    "old state of master weights": prepare_result(
+      lambda old, new: (new[0], old[1]),
+      loss_fn=half_loss_fn,
+      params=optax.tree.cast(PARAMS, jnp.bfloat16),
+      tx=ols.with_master_weights(make_tx(optax.adam(1e-5))),
+    ),
     "old state in the carry of a scan": prepare_wrapped(
       lambda step: scan_steps(step, lambda old, new: (new[0], old[1]))
     ),
@@ -188,6 +196,9 @@ MISTAKES = {
       f"all put back with {name}": _puts_back(tx=make_tx(policy=policy))
       for name, policy in POLICIES.items()
     },
+    "all put back, of an unscaled loss": _puts_back(
+      compute_unscaled_grads, loss_fn=half_loss_fn, tx=make_tx(policy=1.0)
+    ),
     "all put back in a population": lambda: make_population(*_puts_back()()),
     "train state put back by cond": prepare_step(
       update=select_result(

@@ -12,8 +12,12 @@ import optax
 from helpers.train_steps import (
   apply_updates,
   BATCH,
+  compute_grads,
+  compute_unscaled_grads,
   half_loss_fn,
   make_tx,
+  PARAMS,
+  POLICY,
   prepare_result,
   prepare_step,
   prepare_two_layers,
@@ -54,6 +58,11 @@ def _keep_head_sometimes(old, new):
   is_late = jnp.sum(old[0]["w"]) > 1e9
   head = jnp.where(is_late, new[0]["head"], old[0]["head"])
   return {**new[0], "head": head}, new[1]
+
+
+_return_old_params = select_result(
+  lambda finite, new, old: (where(finite, old[0], new[0]), new[1])
+)
 
 
 def _clip_params(old, new):
@@ -172,11 +181,13 @@ MISTAKES = {
     "no parameters": prepare_result(lambda old, new: new[1]),
   },
   ("returns the old parameters, although the updates are not", _APPLY): {
-    "wrong branch of the parameters": prepare_step(
-      update=select_result(
-        lambda finite, new, old: (where(finite, old[0], new[0]), new[1])
-      )
-    )
+    "wrong branch of the parameters": prepare_step(update=_return_old_params),
+    "wrong branch of the parameters, of an unscaled loss": prepare_step(
+      compute_unscaled_grads,
+      update=_return_old_params,
+      loss_fn=half_loss_fn,
+      tx=make_tx(policy=1.0),
+    ),
   },
 }
 
@@ -216,6 +227,19 @@ LOOKALIKES = {
     tx=make_tx(optax.adam(1e-4)), params=_fill_params(4)
   ),
   "copies in float32": _make_masters_step,
+  **{
+    f"master weights of {dtype.__name__}{of}": prepare_step(
+      differentiate,
+      loss_fn=half_loss_fn,
+      params=optax.tree.cast(PARAMS, dtype),
+      tx=ols.with_master_weights(make_tx(optax.adam(1e-5), policy)),
+    )
+    for dtype in (jnp.bfloat16, jnp.float16)
+    for of, differentiate, policy in (
+      ("", compute_grads, POLICY),
+      (", of an unscaled loss", compute_unscaled_grads, 1.0),
+    )
+  },
   "unused rows of a table": prepare_step(
     loss_fn=_embedding_loss,
     params={"table": np.full((64, 4), 0.75, np.float16)},
