@@ -2,8 +2,7 @@
 
 import functools
 
-from helpers import parametrize_slow
-from helpers.cured_steps import Case
+from helpers import parametrize_slow, train_steps
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,14 +19,12 @@ W = jnp.sin(jnp.arange(64.0)).reshape(8, 8)
 
 def check_loss(loss_fn, inner=None, w=W):
   """Check a step with a loss scale."""
-  tx = ols.with_loss_scaling(inner or optax.adam(1e-2), 2.0**4)
-
-  @jax.jit
-  def step(w, state):
-    updates, state = tx.update(ols.grad(loss_fn, state)(w), state, w)
-    return optax.apply_updates(w, updates), state
-
-  return check_step(step, w, tx.init(w))
+  step, args = train_steps.make_step(
+    loss_fn=lambda w, batch: loss_fn(w),
+    tx=train_steps.make_tx(inner or train_steps.ADAM, 2.0**4),
+    params=w,
+  )
+  return check_step(step, *args)
 
 
 def _normalize(w, dtype):
@@ -71,68 +68,79 @@ def _square(w):
   return jnp.mean((X.astype(w.dtype) @ w).astype(F32) ** 2)
 
 
-def _in_float32(loss_fn, primitive):
-  return Case(
-    f"{primitive} returned inf (float16) in the forward pass, at test_cures.py",
-    "small numbers become zero in float16, so compute it in float32",
-    lambda: check_loss(lambda w: loss_fn(w, F16)),
-    lambda: check_loss(ols.autocast(lambda w: loss_fn(w, F32))),
-  )
+def _prepare_dtype(loss_fn):
+  return lambda dtype: check_loss(ols.autocast(lambda w: loss_fn(w, dtype)))
 
 
-_half_optimizer = functools.partial(
-  check_loss, _square, w=W.astype(jnp.bfloat16)
-)
+OVERFLOW = "returned inf (float16) in the forward pass, at test_cures.py"
+SMALL = "small numbers become zero in float16, so compute it in float32"
+# A part of the cause and of the fix, a function that checks a step, and its
+# argument without and with the fix.
 CASES = {
-  "norm": _in_float32(_normalize, "div"),
-  "division": _in_float32(_divide_by_area, "integer_pow"),
-  "power": _in_float32(_invert_variance, "integer_pow"),
-  "KL divergence": Case(
-    "exp returned inf (float16) in the forward pass, at test_cures.py",
-    "or limit the operand: jnp.minimum(x, 11.1)",
-    lambda: check_loss(lambda w: _kl_divergence(w, 100)),
-    lambda: check_loss(lambda w: _kl_divergence(w, 8)),
+  "norm": (
+    f"div {OVERFLOW}",
+    SMALL,
+    _prepare_dtype(_normalize),
+    F16,
+    F32,
   ),
-  "recursion": Case(
+  "division": (
+    f"integer_pow {OVERFLOW}",
+    SMALL,
+    _prepare_dtype(_divide_by_area),
+    F16,
+    F32,
+  ),
+  "power": (
+    f"integer_pow {OVERFLOW}",
+    SMALL,
+    _prepare_dtype(_invert_variance),
+    F16,
+    F32,
+  ),
+  "KL divergence": (
+    f"exp {OVERFLOW}",
+    "or limit the operand: jnp.minimum(x, 11.1)",
+    lambda limit: check_loss(lambda w: _kl_divergence(w, limit)),
+    100,
+    8,
+  ),
+  "recursion": (
     "(add)",
     "A recursion begins at this number, too, in place of -inf",
-    lambda: check_loss(ols.autocast(lambda w: _recursion(w, -jnp.inf))),
-    lambda: check_loss(
-      ols.autocast(lambda w: _recursion(w, jnp.finfo(F32).min / 8))
-    ),
+    lambda start: check_loss(ols.autocast(lambda w: _recursion(w, start))),
+    -jnp.inf,
+    jnp.finfo(F32).min / 8,
   ),
-  "hyperparameters in bfloat16": Case(
+  "hyperparameters in bfloat16": (
     "div returned NaN (bfloat16) after the backward pass",
     "optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(...)",
-    lambda: _half_optimizer(optax.inject_hyperparams(optax.adam)(0.1)),
-    lambda: _half_optimizer(
-      optax.inject_hyperparams(optax.adam, hyperparam_dtype=F32)(0.1)
+    lambda dtype: check_loss(
+      _square,
+      optax.inject_hyperparams(optax.adam, hyperparam_dtype=dtype)(0.1),
+      W.astype(jnp.bfloat16),
     ),
+    None,
+    F32,
   ),
 }
 
 
 @parametrize_slow("name", ("norm", "hyperparameters in bfloat16"), CASES)
 def test_the_fix_leads_to_a_sound_step_with_small_errors(name):
-  case = CASES[name]
-  problem = case.check().problems[0]
-  assert case.cause in problem.cause
-  assert case.fix in problem.fix
-  cured = case.check_cured()
+  cause, fix, check, bad, fixed = CASES[name]
+  problem = check(bad).problems[0]
+  assert cause in problem.cause
+  assert fix in problem.fix
+  cured = check(fixed)
   assert cured.is_sound, str(cured)
   assert cured.comparison.error < 0.05
 
 
 def test_an_empty_batch_is_named():
-  tx = ols.with_loss_scaling(optax.sgd(0.1))
-
-  def step(w, state, x):
-    loss = ols.autocast(lambda w: jnp.mean(x @ w))
-    updates, state = tx.update(ols.grad(loss, state)(w), state, w)
-    return optax.apply_updates(w, updates), state
-
-  (problem,) = check_step(step, W, tx.init(W), X[:0]).problems
-  assert problem.cause.startswith("The argument x is empty (its shape is (0")
+  step, args = train_steps.make_step(batch=train_steps.BATCH[:0])
+  (problem,) = check_step(step, *args).problems
+  assert problem.cause.startswith("The argument batch is empty (its shape is (")
   assert problem.fix.startswith("Pass a batch with examples")
 
 

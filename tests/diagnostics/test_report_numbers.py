@@ -4,8 +4,6 @@ import functools
 import math
 
 from helpers.comparisons import make_layer
-import jax
-from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -18,7 +16,6 @@ from optax_lossscale.diagnostics import (
   _step_runs,
   _tracing,
 )
-from optax_lossscale.diagnostics._overflow import _description
 from optax_lossscale.diagnostics._precision import (
   _limits,
   _reference_program,
@@ -270,46 +267,6 @@ def test_the_suggested_decrease_of_the_scale_is_the_smallest_that_is_enough():
   find = lambda n: _step_runs.find_log2_decrease(lambda x: x >= n)
   assert list(map(find, range(1, 65))) == [*range(1, 65)]
   assert find(65) is None
-
-
-def add_row(carry, row):
-  return carry + row, carry
-
-
-@pytest.mark.parametrize(
-  "outer_reverse, inner_reverse, path",
-  [
-    (False, False, "scan[1]/scan[2]/"),
-    (True, False, "scan[3]/scan[2]/"),
-    (False, True, "scan[1]/scan[0]/"),
-  ],
-)
-def test_a_reversed_scan_counts_its_iterations_from_the_end(
-  outer_reverse, inner_reverse, path
-):
-  """The path names the index of the row, which both passes share."""
-
-  def body(carry, rows):
-    return lax.scan(add_row, carry, rows, reverse=inner_reverse)
-
-  def fun(x, rows):
-    return lax.scan(body, x, rows, reverse=outer_reverse)
-
-  jaxpr = jax.make_jaxpr(fun)(jnp.float32(0), np.zeros((5, 3), np.float32))
-  ((outer, inner),) = find_scans(jaxpr)
-  key = outer, 0, inner, 0, 0
-  _, found = _description._locate_jaxpr(jaxpr, key, iterations=(1, 2))
-  assert found == path
-
-
-def find_scans(closed_jaxpr):
-  """Yield the indices of each scan with a scan inside."""
-  is_scan = lambda eqn: eqn.primitive is lax.scan_p
-  for i, eqn in enumerate(closed_jaxpr.jaxpr.eqns):
-    if is_scan(eqn):
-      for j, inner in enumerate(eqn.params["jaxpr"].eqns):
-        if is_scan(inner):
-          yield i, j
 
 
 X = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)

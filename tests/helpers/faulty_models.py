@@ -43,11 +43,10 @@ def as_loss(x):
 @register_fault("inf", "scan[3]/mul", X, function_name="body")
 def in_scan(x):
   def body(x, i):
-    y = jnp.where(i == 3, 300.0, 1.0).astype(F16)
-    x = x * y * y  # in_scan
+    x = x * (30 * i).astype(F16)  # in_scan
     return x, None
 
-  return lax.scan(body, x, jnp.arange(6))[0]
+  return lax.scan(body, x, jnp.arange(6), reverse=True)[0]
 
 
 @register_fault("inf", "while[2]/mul", X, function_name="body")
