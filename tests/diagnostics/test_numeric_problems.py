@@ -1,7 +1,6 @@
 """check_step names the cause of zero gradients and of infs, and bad scales."""
 
 import functools
-import json
 
 from helpers import parametrize_slow, train_steps
 from helpers.effects import pass_through_host
@@ -66,6 +65,7 @@ def test_gradients_that_no_operation_computes_are_a_problem(cast):
   problem = find_problem(cast(accuracy))
   assert problem.cause.startswith("All gradients are zero")
   assert "stop_gradient, argmax, rounding" in problem.fix
+  assert "a constant that is inf in float16" in problem.fix
 
 
 def dead_layer(params, batch):
@@ -107,16 +107,6 @@ def test_gradients_that_all_underflow_are_a_problem_with_a_higher_scale():
   assert check_step(step, params, state, batch).is_sound
 
 
-def repeat(x, size):
-  return jnp.tile(x.reshape(-1), size)[:size]
-
-
-@in_half
-def mean_of_many(params, batch):
-  values = repeat(scores(params, batch), 90_000)
-  return jnp.sum(values) / values.size
-
-
 @in_half
 def norm_by_hand(params, batch):
   out = 300 * (batch @ params["w"])
@@ -148,15 +138,6 @@ def test_an_inf_of_the_forward_pass_that_disappears_is_a_problem(loss_fn, name):
   assert "overflows in the forward pass: max abs" in first.cause
   assert f"({name})" in first.cause
   assert "x.astype(jnp.float32)" in first.fix
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-def test_zero_gradients_may_come_from_a_constant_that_is_inf():
-  """The program has lost the number, so float32 has zeros, too."""
-  check = check_step(*make_step(mean_of_many, ols.DynamicLossScale(1.0)))
-  (problem,) = check.problems
-  assert "a constant that is inf in float16" in problem.fix
 
 
 def causal(x):
@@ -291,11 +272,6 @@ def test_without_autocast_the_scale_that_helps_is_named():
   new_scale = 2.0**24 * check.overflow.scale_factor
   assert check.problems[0].loss_scale == new_scale
   assert f"ols.set_loss_scale(opt_state, {new_scale:g})" in str(check)
-  low = ols.DynamicLossScale(2.0**24, min_scale=2.0**24)
-  check = check_step(*make_step(squares, low))
-  data = json.loads(json.dumps(check.overflow.as_dict()))
-  assert 0 < data["scale_factor"] < 1 and "min_scale" in data["fix"]
-  assert "Lower min_scale" in check.problems[0].fix
 
 
 @pytest.mark.slow
@@ -312,19 +288,6 @@ def test_statistics_that_are_not_finite_are_a_problem_and_a_metric_is_not():
   (problem,) = check.problems
   assert problem.cause.startswith("div in")
   assert check.overflow.other_origins == ()
-
-
-@in_half
-def loss_that_bounds_the_scale(params, batch):
-  return jnp.mean(1e-3 * (1e-4 * scores(params, batch)) ** 2)
-
-
-@pytest.mark.slow
-def test_gradients_that_no_scale_makes_nonzero_are_a_problem():
-  """With a higher scale the float16 loss overflows."""
-  low = ols.DynamicLossScale(1.0)
-  check = check_step(*make_step(loss_that_bounds_the_scale, low))
-  assert "relative error 1 from this layer alone" in check.problems[0].cause
 
 
 @pytest.mark.slow

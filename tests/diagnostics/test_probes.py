@@ -338,45 +338,6 @@ def test_evidence_is_finiteness_and_the_unscaled_maximum(
   np.testing.assert_allclose(evidence["grads_amax"], amax, rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_a_nonfinite_cotangent_skips_the_step_though_no_gradient_shows_it():
-  tx = ols.with_loss_scaling(optax.sgd(1.0), max_norm=1.0)
-  w = jnp.ones(3)
-  opt_state = tx.init(w)
-  for x, applied in (([1.0, jnp.inf], False), ([1.0, 0.0], True)):
-    counts = get_counts(jnp.array(x, jnp.float16))
-    evidence = diagnostics.probe_update_kwargs([counts], opt_state)
-    updates, after = tx.update(w, opt_state, w, **evidence)
-    assert after.loss_scale_state.last_finite == applied
-    assert bool((updates != 0).all()) == applied
-
-
-@parametrize_slow("check_vma", [True], [True, False])
-def test_a_large_probe_value_on_one_device_lowers_the_scale_of_all(check_vma):
-  mesh = sharding.make_mesh((8,), ("data",))
-  tx = ols.with_loss_scaling(
-    optax.sgd(1.0), ols.HeadroomLossScale(), axis_name="data"
-  )
-  x = np.full(8, 2.0**-10, np.float16)
-  x[5] = 2.0**15
-
-  def on_each(x):
-    counts = make_counters_grad(
-      lambda x, s: jnp.vdot(diagnostics.probe(x, s), x)
-    )(x, COUNTER)
-    w = jnp.full(3, 2.0**-12)
-    opt_state = tx.init(w)
-    evidence = diagnostics.probe_update_kwargs(counts, opt_state)
-    _, opt_state = tx.update(w, opt_state, w, **evidence)
-    return opt_state.loss_scale_state.loss_scale
-
-  fun = jax.shard_map(
-    on_each, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=check_vma
-  )
-  # The cotangent is x, of a loss that was multiplied by 2**15.
-  assert jax.jit(fun)(x) == 2.0**11
-
-
 @pytest.mark.parametrize(
   "x, counter, error, message",
   [

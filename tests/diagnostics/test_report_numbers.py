@@ -3,10 +3,10 @@
 import functools
 import math
 
+from helpers import train_steps
 from helpers.comparisons import make_layer
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import optax_lossscale as ols
@@ -274,34 +274,18 @@ X = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
 
 def test_an_overflow_that_is_clipped_before_update_is_an_infinite_error():
   """The clipped gradients are finite, and near those in float32."""
-  tx = ols.with_loss_scaling(optax.sgd(0.1), 2.0**20)
-  loss_fn = ols.autocast(lambda w: jnp.sum((X @ w) ** 2))
-
-  def step(w, opt_state):
-    grads = ols.grad(loss_fn, opt_state)(w)
-    return tx.update(jnp.clip(grads, -1e-3, 1e-3), opt_state, w)
-
-  w = np.eye(4, dtype=np.float32)
-  report = diagnostics.compare_precision(step, w, tx.init(w), progress=False)
+  step, args = train_steps.make_step(
+    train_steps.map_grads(lambda g: jnp.clip(g, -1e-3, 1e-3)),
+    loss_fn=ols.autocast(lambda w, x: jnp.sum((x @ w) ** 2)),
+    tx=train_steps.make_tx(policy=2.0**20),
+    params=np.eye(4, dtype=np.float32),
+    batch=X,
+  )
+  report = diagnostics.compare_precision(step, *args, progress=False)
   assert report.error == math.inf and not report.is_accurate
-  largest = 2.0**20 * np.max(np.abs(X.T @ (2 * X @ w)))
+  largest = 2.0**20 * np.max(np.abs(X.T @ (2 * X)))
   excess = math.ceil(np.log2(largest / 65504))
   assert report.suggested_log2_scale_change == -excess
-
-
-def trace_step():
-  """Return a traced step, and the index of its gradient."""
-  tx = ols.with_loss_scaling(optax.sgd(0.1))
-
-  def step(w, opt_state):
-    grads = ols.grad(lambda w: jnp.sum(w**2), opt_state)(w)
-    return tx.update(grads, opt_state, w)
-
-  w = np.ones(4, np.float32)
-  args = w, tx.init(w)
-  traced = _tracing.trace("test", step, args, {}, allow_abstract=True)
-  kinds = [output.kind for output in traced.outputs]
-  return traced, kinds.index("grads")
 
 
 def check_invariance(make_factor, is_exact=True):
@@ -311,7 +295,11 @@ def check_invariance(make_factor, is_exact=True):
     make_factor: a function of the ratio of the loss scale and the traced one.
     is_exact: whether the gradient is computed without half precision.
   """
-  traced, grad_index = trace_step()
+  step, args = train_steps.make_step(
+    loss_fn=lambda w, batch: jnp.sum(w**2), params=np.ones(4, np.float32)
+  )
+  traced = _tracing.trace("test", step, args, {}, allow_abstract=True)
+  grad_index = [output.kind for output in traced.outputs].index("grads")
   (scale_index,) = traced.scale_indices
   scale = np.float32(traced.inputs[scale_index])
   grads = np.arange(1, 5, dtype=np.float32)

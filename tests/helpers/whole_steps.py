@@ -6,14 +6,13 @@ squares in `centers`, since they are far from zero.
 
 import equinox as eqx
 from flax import nnx
-from flax.training import train_state
 import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import optax
 
-from helpers import sharding, train_steps
+from helpers import on_host, sharding, train_steps
 from helpers.devices import require_devices
 from helpers.train_steps import make_population
 import optax_lossscale as ols
@@ -106,18 +105,6 @@ def _make_epoch(step):
     return lax.scan(lambda c, x: (step(*c, x), None), carry, batches)[0]
 
   return epoch
-
-
-def _make_train_state_step(policy):
-  tx = ols.with_loss_scaling(_ADAM, policy)
-  state = train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
-
-  @jax.jit
-  def step(state, batch):
-    grads = ols.grad(CAST, state)(state.params, batch)
-    return state.apply_gradients(grads=grads)
-
-  return step, (state, BATCH)
 
 
 class _Model(nnx.Module):
@@ -216,6 +203,7 @@ _STEPS = {
     grads_are_scaled=True,
   ),
   "with an additional Optax optimizer": _add_optax_optimizer,
+  "on the host": _step(lambda step: on_host.run_on_host(jax.jit(step))),
   "under cond": _step(_call_under_cond),
   "with checkpoint": _step(jax.checkpoint),
   "in a scan of one": _step(
@@ -231,7 +219,6 @@ _STEPS = {
   "an ensemble of jits": lambda policy: make_population(
     *_step(jax.jit)(policy)
   ),
-  "with TrainState": _make_train_state_step,
   "with NNX in place": _nnx_step(),
   "with NNX that returns nothing": _nnx_step(
     lambda step: lambda *args: step(*args) is None

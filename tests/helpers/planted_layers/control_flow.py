@@ -12,7 +12,6 @@ from helpers.planted_layers import (
   WIDTH,
 )
 from helpers.planted_layers.plain_jax import (
-  add_offset,
   make_network,
   SHIFT,
   subtract,
@@ -36,14 +35,6 @@ def in_scan_of_checkpoints(fault):
   draw = lambda seed: normal(3, WIDTH, WIDTH, seed=seed)
   params = {"a": draw(20), "w": draw(21)}, make_weights("first", "last")
   return Model(loss_fn, (params, *make_batch()))
-
-
-def in_checkpoint(fault):
-  @jax.checkpoint
-  def layer(params, x):
-    return add_offset(params["w"], jnp.tanh(x @ params["a"]), fault)
-
-  return Model(*make_network(layer, "w", "a"))
 
 
 def in_cond(fault):

@@ -22,12 +22,6 @@ def subtract(w, x, fault):
   return x @ (w + shift) - x @ shift  # planted
 
 
-def add_offset(w, x, fault):
-  """A norm takes away what all features have in common: most of them."""
-  w = w + 20 if fault else w
-  return normalize(x @ w)  # planted
-
-
 def attend(ws, x, fault):
   """Scores of 9e4, by which each row finds itself."""
   size = (9e4 / WIDTH) ** 0.5 if fault else 1.0
