@@ -2,14 +2,12 @@
 
 import functools
 
-from flax import nnx
 from helpers import step_mistakes, train_steps
 from helpers.train_steps import BATCH, make_step, PARAMS
 import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import optax_lossscale as ols
@@ -187,45 +185,6 @@ def test_reports_use_up_no_random_key():
     jax.jit(fun)(x, key)
     with pytest.raises(jax.errors.KeyReuseError):
       jax.jit(fun)(x, key)
-
-
-class TiedModel(nnx.Module):
-  """Its embedding is its output layer, too."""
-
-  def __init__(self, rngs):
-    self.embed = nnx.Embed(16, 8, rngs=rngs)
-    self.body = nnx.Linear(8, 8, rngs=rngs)
-    self.head = self.embed
-
-  def __call__(self, tokens):
-    return self.head.attend(self.body(self.embed(tokens)))
-
-
-def make_tied_step(inner, **kwargs):
-  def step(model, optimizer, tokens):
-    loss_fn = lambda model: jnp.mean(model(tokens) ** 2)
-    cast = ols.autocast(loss_fn, **kwargs)
-    grads = ols.grad(cast, optimizer, using=nnx.value_and_grad)(model)
-    optimizer.update(model, grads)
-
-  model = TiedModel(nnx.Rngs(0))
-  tx = ols.with_loss_scaling(inner)
-  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-  return nnx.jit(step), (model, optimizer, jnp.arange(4))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make_inner", [optax.sgd, optax.adam])
-def test_a_model_with_tied_weights_is_reported_as_it_trains(make_inner):
-  step, args = make_tied_step(make_inner(1e-3))
-  assert find_overflow(step, *args) is None
-  assert count_flops(step, *args).fraction == 1
-  report = compare(step, *args)
-  assert len(report.array_errors) == 3  # The tied one is one.
-  names = {row.name for row in report.layers}
-  assert names == {"embed/embedding", "body/kernel"}
-  step, args = make_tied_step(make_inner(1e-3), keep_float32=sorted(names)[:1])
-  assert {row.name for row in compare(step, *args).layers} < names
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ SLOW = (
   "Keras, text",
   "MAML",
   "NNX, biases only",
+  "NNX, tied weights",
   "NNX, two optimizers",
   "bfloat16 params",
   "branch that updates",

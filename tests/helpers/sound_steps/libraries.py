@@ -52,7 +52,7 @@ def _train_nnx(model, optimizer, loss_fn, **kwargs):
   return loss
 
 
-def _nnx_step(make_layers=lambda: (), wrt=nnx.Param, **kwargs):
+def _nnx_step(make_model=_make_mlp, wrt=nnx.Param, batch=BATCH, **kwargs):
   """Return a function that makes a step in place."""
 
   @nnx.jit
@@ -62,10 +62,22 @@ def _nnx_step(make_layers=lambda: (), wrt=nnx.Param, **kwargs):
     )
 
   def make():
-    model = _make_mlp(*make_layers())
-    return step, (model, nnx.Optimizer(model, TX, wrt=wrt), BATCH)
+    model = make_model()
+    return step, (model, nnx.Optimizer(model, TX, wrt=wrt), batch)
 
   return make
+
+
+class _TiedModel(nnx.Module):
+  """Its embedding is its output layer, too."""
+
+  def __init__(self):
+    self.embed = nnx.Embed(12, 4, rngs=nnx.Rngs(0))
+    self.body = _make_mlp()
+    self.head = self.embed
+
+  def __call__(self, words):
+    return self.head.attend(self.body(self.embed(words)))
 
 
 def _split_and_merge():
@@ -312,10 +324,13 @@ def _keras_step(make_layers, loss_fn, batch, cast=ols.autocast):
 STEPS = {
   "NNX, split and merged": _split_and_merge,
   "NNX, functional optimizer": _functional_optimizer,
-  "NNX, statistics": _nnx_step(lambda: [nnx.BatchNorm(4, rngs=nnx.Rngs(0))]),
+  "NNX, statistics": _nnx_step(
+    lambda: _make_mlp(nnx.BatchNorm(4, rngs=nnx.Rngs(0)))
+  ),
+  "NNX, tied weights": _nnx_step(_TiedModel, batch=WORDS),
   # The random keys are advanced in the model.
   "NNX, dropout": _nnx_step(
-    lambda: [nnx.Dropout(0.2, rngs=nnx.Rngs(dropout=1))]
+    lambda: _make_mlp(nnx.Dropout(0.2, rngs=nnx.Rngs(dropout=1)))
   ),
   # A filter selects the parameters by their path.
   "NNX, biases only": _nnx_step(
