@@ -4,7 +4,6 @@ import functools
 
 import equinox as eqx
 from flax import nnx
-import flax.linen as nn
 from helpers import parametrize_slow, train_steps
 from helpers.planted_layers import normal
 from helpers.train_steps import BATCH, prepare_wrapped, TWO_LAYERS
@@ -146,12 +145,6 @@ def test_gradients_of_an_optimizer_of_one_flat_array_have_numbers():
   assert {*check.comparison.array_errors} == {"gradient 0", "gradient 1"}
 
 
-def prepare_linen():
-  model = nn.Dense(4, dtype=BF16)
-  loss = lambda params, x: jnp.mean((model.apply(params, x) - 1) ** 2)
-  return prepare(loss_fn=loss, params=model.init(jax.random.key(0), BATCH))()
-
-
 def prepare_nnx():
   model = nnx.Linear(4, 4, dtype=BF16, rngs=nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
@@ -175,18 +168,8 @@ def prepare_equinox():
   return prepare(loss_fn=loss, params=params)()
 
 
-def prepare_haiku():
-  hk = pytest.importorskip("haiku")
-  model = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(4)(x)))
-
-  def loss(params, batch):
-    params, batch = optax.tree.cast((params, batch), BF16)
-    return jnp.mean((model.apply(params, batch) - 1) ** 2)
-
-  return prepare(loss_fn=loss, params=model.init(jax.random.key(0), BATCH))()
-
-
-FRAMEWORKS = prepare_linen, prepare_nnx, prepare_equinox, prepare_haiku
+# Those of Flax linen and Haiku are functions of a dict, as the steps above.
+FRAMEWORKS = prepare_nnx, prepare_equinox
 
 
 @parametrize_slow("prepare_step", (prepare_nnx,), FRAMEWORKS)

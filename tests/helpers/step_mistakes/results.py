@@ -120,17 +120,6 @@ def _make_nnx_step_under_jax_jit():
   return jitted, (state, BATCH)
 
 
-def _make_loss_step():
-  """A part of a step, which returns neither parameters nor a state."""
-
-  def step(params, state, batch):
-    loss, grads = ols.value_and_grad(loss_fn, state)(params, batch)
-    TX.update(grads, state)
-    return loss
-
-  return step, (PARAMS, TX.init(PARAMS), BATCH)
-
-
 def _prepare_infs(shape):
   """The step returns metrics and updates statistics."""
   add = lambda old, new, mean: (*new, jnp.full(shape, jnp.inf), mean)
@@ -226,7 +215,7 @@ MISTAKES = {
     ),
   },
   ("returns neither new parameters nor a new opt_state", "use nnx.jit"): {
-    "part of a step": _make_loss_step,
+    "part of a step": prepare_result(lambda old, new: loss_fn(old[0], BATCH)),
     "NNX step under jax.jit": _make_nnx_step_under_jax_jit,
   },
   ("its scale is 32768 in place of 128", "min_scale="): {
