@@ -89,7 +89,7 @@ def _find_models(module):
 # The models of each module. Those of libraries are imported when they are made.
 _MODULES_WITHOUT_LIBRARIES = "plain_jax", "control_flow", "devices"
 _MODULES = {name: _find_models(name) for name in _MODULES_WITHOUT_LIBRARIES} | {
-  "libraries": ("linen_scan", "nnx_offset", "equinox_scan")
+  "libraries": ("linen_scan", "nnx_offset")
 }
 NAMES = tuple(name for names in _MODULES.values() for name in names)
 
