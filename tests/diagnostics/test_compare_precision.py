@@ -191,13 +191,14 @@ def gradient(fun, cast=lambda fun: fun, dtype=F32):
   return (jax.jacfwd if fun is mapped_loops else jax.grad)(cast(loss))
 
 
-# Autocast has rules for the matmuls of the first ones.
-WITH_RULES = (
+# Autocast finds the matmuls of each of these in another way. Further programs
+# have operations that it leaves in float32.
+WITH_MATMULS = (
   plain, jitted, scanned, checkpointed, branched, with_a_rule,
   with_a_tangent_rule, convolved, with_two_policies, mapped_loops,
 )  # fmt: skip
 PROGRAMS = (
-  *WITH_RULES, scaled_matmul, indices, pooled, on_devices, with_ref,
+  *WITH_MATMULS, scaled_matmul, indices, pooled, on_devices, with_ref,
   inside_autocast,
 )  # fmt: skip
 WAYS = {
@@ -209,7 +210,7 @@ WAYS = {
 CASES = [*itertools.product(PROGRAMS, WAYS)]
 # The others run at night.
 SLOW = [
-  *((x, "autocast" if x in WITH_RULES else "float16") for x in PROGRAMS),
+  *((x, "autocast" if x in WITH_MATMULS else "float16") for x in PROGRAMS),
   *((x, "autocast, outside") for x in (scanned, checkpointed, branched)),
 ]
 
