@@ -9,7 +9,13 @@ import re
 from unittest import mock
 
 from flax import nnx
-from helpers import hijax, parametrize_slow, train_steps, whole_steps
+from helpers import (
+  hijax,
+  parametrize_slow,
+  step_mistakes,
+  train_steps,
+  whole_steps,
+)
 from helpers.train_steps import make_step
 from helpers.whole_steps import BATCH, CAST, LARGE, PARAMS, SMALL
 import jax
@@ -161,14 +167,8 @@ def test_the_gradients_of_all_iterations_are_combined():
 
 
 def test_each_report_says_that_gradients_in_a_while_are_not_analyzed():
-  step, args = make_linear_step()
-
-  def steps(params, state, batch, count):
-    body = lambda i, carry: step(*carry, batch)
-    return lax.fori_loop(0, count, body, (params, state))
-
-  args = *args, jnp.int32(2)
-  note = "Not analyzed: gradients inside while at test_tracing.py:"
+  steps, args = step_mistakes.UNCHECKED["steps in a while loop"].make()
+  note = "Not analyzed: gradients inside while at states.py:"
   with pytest.warns(UserWarning, match=f"found no inf or NaN. {note}"):
     assert find_overflow(steps, *args) is None
   report = compare(steps, *args)
@@ -271,24 +271,17 @@ def test_a_model_bound_to_a_step_is_changed_like_an_argument():
 
 @pytest.mark.slow
 def test_a_metric_that_an_earlier_step_made_nan_is_not_named():
-  average = nnx.metrics.Average("norm")
+  def find(policy, mean):
+    step, args = make_linear_step(
+      make_result=lambda old, new, mean: (*new, 0.9 * mean),
+      tx=train_steps.make_tx(policy=policy),
+      extra=(np.float32(mean),),
+    )
+    return find_overflow(step, *args)
 
-  def step(model, optimizer, average, batch):
-    cast = ols.autocast(lambda model: model(batch))
-    grads = ols.grad(cast, optimizer, using=nnx.value_and_grad)(model)
-    optimizer.update(model, grads)
-    average.update(norm=optax.tree.norm(grads))
-
-  def find(policy):
-    _, args = whole_steps.make_step("with NNX in place", policy)
-    model, optimizer, batch = args
-    return find_overflow(step, model, optimizer, average, batch)
-
-  without = find(LARGE)
-  average.update(norm=jnp.float32(jnp.nan))
-  assert find(SMALL) is None
-  hit = find(LARGE)
-  assert hit == without and hit.backward
+  assert find(SMALL, np.nan) is None
+  hit = find(LARGE, np.nan)
+  assert hit == find(LARGE, 1.0) and hit.backward
 
 
 def test_a_nonfinite_inner_state_that_update_receives_is_named():
