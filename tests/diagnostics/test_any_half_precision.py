@@ -128,6 +128,23 @@ def test_state_that_is_no_parameter_is_compared_too():
   assert report.comparison.inaccurate_arrays == ("result 2",)
 
 
+@pytest.mark.slow
+def test_a_step_that_amplifies_any_rounding_is_not_blamed_for_its_dtype():
+  """A chaotic iteration: a change by 2**-20 in float32 changes the result."""
+
+  def loss_fn(params, x):
+    w, h = params["w"].astype(jnp.float16), x.astype(jnp.float16)
+    for _ in range(8):
+      h = jnp.sin(3 * (h @ w))
+    return jnp.mean((h.astype(jnp.float32) - 1) ** 2)
+
+  report = check(loss_fn, init_params("w"), loss_scale=1.0)
+  assert report.is_sound, str(report)
+  assert any(
+    "the step amplifies any rounding, so" in x for x in report.not_checked
+  )
+
+
 def bitcast(x):
   bits = lax.bitcast_convert_type(x, jnp.uint16)
   return lax.bitcast_convert_type(bits & np.uint16(0xFFF0), x.dtype)
