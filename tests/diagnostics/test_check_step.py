@@ -60,6 +60,7 @@ def test_a_layer_that_overflows_is_a_problem_with_its_name_and_its_magnitude():
   assert problem.cause.endswith("float16 ends at 65504.")
   assert problem.fix == "ols.autocast(loss_fn, keep_float32='head')"
   assert problem.keep_float32 == ("head",)
+  assert {row.name for row in check.comparison.layers} == {"head"}
   assert check.overflow.name.startswith("head")
   assert str(check).startswith("1 problem.\n1. head overflows")
   kept = problem.keep_float32
