@@ -83,21 +83,6 @@ def test_the_other_system_continues_from_a_written_state(write, case):
   assert state_again.finite_count == count
 
 
-def test_an_overflow_of_a_fixed_scale_is_applied_like_in_keras():
-  cases = interop_replay.load("tf_keras")["cases"]
-  (case,) = (case for case in cases if case["name"] == "fixed")
-  saved = case["saved"]
-  _, state = interop.from_keras(saved["config"], saved["variables"])
-  assert state.loss_scale == encoding.decode_scale(case["scale"][0][0])
-  params = {"w": jnp.zeros(())}
-  steps, taken = (encoding.unpack(case[name]) for name in ("steps", "taken"))
-  for step, outcome in zip(steps, taken, strict=True):
-    x = jnp.float32(1.0 if step == "F" else jnp.inf)
-    grads = ols.grad(lambda p, x: p["w"] * x, state)(params, x)
-    updates, _ = optax.sgd(1.0).update(grads, optax.sgd(1.0).init(params))
-    assert (updates["w"] != 0) == (outcome == "A")
-
-
 each_writer = pytest.mark.parametrize(
   "write",
   [interop.to_torch, interop.to_keras, interop.to_flax],
