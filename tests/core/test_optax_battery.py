@@ -1,4 +1,4 @@
-"""Every optimizer that Optax exports, wrapped."""
+"""Every optimizer and every wrapper that Optax exports, wrapped."""
 
 import functools
 import inspect
@@ -44,7 +44,7 @@ QUICK = "optax.adamw", "optax.polyak_sgd", "optax.lbfgs"
   platform.machine() != "x86_64",
   reason="XLA leaves the multiply-add out for x86 processors only",
 )
-@pytest.mark.parametrize("module", optimizers.MODULES)
+@pytest.mark.parametrize("module", [*optimizers.MODULES, "wrappers"])
 def test_wrapped_optimizers_equal_bare_ones_bit_for_bit(module):
   # At the scales 1 and 2**15, with gradients scaled and true; a skipped step
   # is as if it had not been; one trace; the loss falls.

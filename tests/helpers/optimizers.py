@@ -1,4 +1,4 @@
-"""Every optimizer that Optax exports, and what each needs for an update."""
+"""Every optimizer that Optax exports, its wrappers, and what each needs."""
 
 import inspect
 
@@ -37,8 +37,7 @@ CONTRIB = {
   "schedule_free": {"base_optimizer": optax.sgd(0.1), "learning_rate": 0.1},
   "schedule_free_sgd": {"learning_rate": 0.1},
 }
-# These wrap an optimizer and take none of the others' arguments; they are
-# tested in test_optax_compositions.py.
+# These wrap an optimizer and take none of the others' arguments.
 _WRAPPERS = {"lookahead", "sam", "selective_transform"}
 _OPTIMIZER_PARAMS = {
   "learning_rate",
@@ -66,13 +65,59 @@ MODULES = {
   "optax.contrib": (contrib, _find_optimizers(contrib, CONTRIB)),
 }
 
+
+def _accumulate(inner):
+  multi_steps = optax.MultiSteps(inner, 2)
+  # Unlike gradient_transformation(), this takes extra arguments.
+  return optax.GradientTransformationExtraArgs(
+    multi_steps.init, multi_steps.update
+  )
+
+
+ADAM, SGD = optax.adam(0.01), optax.sgd(0.1)
+ONLY_B = {"b": True, "v": False, "w": False}
+SCHEDULE = optax.linear_schedule(0.1, 0.01, transition_steps=10)
+# Wrappers around an optimizer, and chains.
+WRAPPERS = {
+  "apply_if_finite": optax.apply_if_finite(ADAM, 5),
+  "chain": optax.chain(optax.clip_by_global_norm(0.1), ADAM),
+  "ema": optax.chain(SGD, optax.ema(0.9)),
+  "filter": optax.transforms.conditionally_mask(
+    ADAM, lambda step, **_: step % 2 == 0, forward_extra_args=True
+  ),
+  "freeze": optax.chain(ADAM, optax.freeze(ONLY_B)),
+  "inject_hyperparams": optax.inject_hyperparams(optax.adam)(SCHEDULE),
+  "line search": optax.chain(
+    optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10)
+  ),
+  "masked": optax.masked(ADAM, {"b": False, "v": True, "w": True}),
+  "MultiSteps": _accumulate(ADAM),
+  "MultiSteps with a loss": _accumulate(optax.polyak_sgd(0.1)),
+  "partition": optax.partition(
+    {"adam": ADAM, "sgd": SGD}, {"b": "adam", "v": "sgd", "w": "sgd"}
+  ),
+  "reduce_on_plateau": optax.chain(SGD, contrib.reduce_on_plateau(patience=1)),
+  # Of the extra arguments it takes none of the others'.
+  "sam": optax.GradientTransformation(
+    *contrib.sam(SGD, optax.sgd(0.05), sync_period=2)
+  ),
+  "schedule": optax.sgd(SCHEDULE, momentum=0.9),
+  "selective_transform": optax.selective_transform(ADAM, freeze_mask=ONLY_B),
+}
+
 # These take the loss as a function, each by its own name, and nothing that
 # the function does not take.
-LOSS_FN_KEYWORDS = {"lbfgs": "value_fn", "sophia": "obj_fn"}
+LOSS_FN_KEYWORDS = {
+  "lbfgs": "value_fn",
+  "line search": "value_fn",
+  "sophia": "obj_fn",
+}
 
 
 def get_factories(module):
   """Name to (factory, arguments), of those that this version exports."""
+  if module == "wrappers":
+    return {name: (lambda tx=tx: tx, {}) for name, tx in WRAPPERS.items()}
   namespace, table = MODULES[module]
   result = {}
   for name, kwargs in table.items():

@@ -1,4 +1,4 @@
-"""A tiny problem, and the loops over it, for tests of what goes around them."""
+"""A tiny problem, for tests of what goes around it."""
 
 import jax
 import jax.numpy as jnp
@@ -37,27 +37,13 @@ def loss_fn(params, batch):
   return jnp.mean((hidden @ params["v"] - y) ** 2)
 
 
-def make_step(
-  tx, loss_fn=loss_fn, *, extra=None, value_and_grad=ols.value_and_grad
-):
-  """A jitted step with the two changed lines.
-
-  ``extra`` makes the extra arguments of ``update``: from the value, the
-  gradients and the loss as a function of params.
-  """
+def make_step(tx, loss_fn=loss_fn):
+  """A jitted step with the two changed lines."""
 
   @jax.jit
   def step(params, opt_state, batch):
-    fun = lambda params: loss_fn(params, batch)
-    value, grads = value_and_grad(fun, opt_state)(params)
-    extra_args = {} if extra is None else extra(value, grads, fun)
-    updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
+    value, grads = ols.value_and_grad(loss_fn, opt_state)(params, batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, value
 
   return step
-
-
-def train(step, params, opt_state, batches):
-  for batch in batches:
-    params, opt_state, _ = step(params, opt_state, batch)
-  return params, opt_state
