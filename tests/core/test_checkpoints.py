@@ -16,7 +16,6 @@ from helpers.small_model import (
 import jax
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 
 import optax_lossscale as ols
@@ -94,7 +93,7 @@ def test_the_wrapper_explains_what_to_do_with_a_state_read_into_dicts(run):
   """To adopt it, as one of a bare optimizer, would nest it in another."""
   params, opt_state = run.states([False, True] + [False] * 4)[3]
   data = serialization.msgpack_restore(serialization.to_bytes(opt_state))
-  message = r"got a dict that holds a loss scale.*\.from_state_dict\("
+  message = r"got a dict that holds a loss scale.*Orbax.*\.from_state_dict\("
   with pytest.raises(TypeError, match=message) as error:
     run.tx.update(params, data, params)
   assert "inner_state=state" not in str(error.value)
@@ -102,18 +101,6 @@ def test_the_wrapper_explains_what_to_do_with_a_state_read_into_dicts(run):
   restored = serialization.from_state_dict(run.tx.init(params), data)
   assert_same_bits(restored, opt_state)
   jax.eval_shape(run.tx.update, params, restored, params)
-
-
-def test_a_state_read_by_orbax_without_a_target_raises_an_error(run, tmp_path):
-  opt_state = run.start[1]
-  with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(tmp_path / "state", opt_state)
-    checkpointer.wait_until_finished()
-    data = checkpointer.restore(tmp_path / "state")
-    restored = checkpointer.restore(tmp_path / "state", opt_state)
-  with pytest.raises(TypeError, match="Orbax's restore"):
-    run.tx.update(run.params, data, run.params)
-  assert_same_bits(restored, opt_state)
 
 
 def test_a_larger_state_is_distinguished_from_one_without_a_loss_scale(run):

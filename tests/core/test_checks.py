@@ -301,21 +301,6 @@ def test_the_error_does_not_suggest_has_aux_if_it_is_set():
   assert "pass has_aux" not in text
 
 
-def test_an_energy_with_forces_is_differentiated_again():
-  def energy(params, positions):
-    return jnp.sum(params * positions**2)
-
-  w = np.float32([1.0, 2.0])
-  for argnums, aux in {1: [4, 8], (1,): ([4, 8],)}.items():
-    fun = jax.value_and_grad(energy, argnums)
-    differentiated = jax.jit(ols.value_and_grad(fun, STATE, has_aux=True))
-    (loss, forces), grads = differentiated(w, np.float32([2.0, 2.0]))
-    assert jax.tree.map(lambda x: x.tolist(), forces) == aux
-    assert (loss, grads.tolist()) == (12, [4, 4])
-  slope = ols.grad(jax.grad(lambda w: w**3), STATE)
-  assert slope(jnp.float32(2)) == 12
-
-
 @each_function
 def test_missing_and_swapped_arguments_are_named(differentiate):
   """The most common mistakes: swapped arguments, or params as the state."""

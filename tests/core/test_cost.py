@@ -120,19 +120,6 @@ def compile_step(tx, count, side=64):
   return trace_step(tx, params, params).lower().compile().as_text()
 
 
-def test_code_grows_linearly_with_the_leaves():
-  cases = [
-    (wrap_optimizer(), 5),
-    (wrap_optimizer(), 10),
-    (wrap_optimizer(), 20),
-  ]
-  cases.append((ADAM, 20))
-  texts = [compile_step(tx, n) for tx, n in cases]
-  few, more, most, bare = (text.count(" = ") for text in texts)
-  assert most - more == pytest.approx(2 * (more - few), rel=0.05)
-  assert most < 2 * bare
-
-
 @pytest.mark.skipif(
   jax.__version_info__ < (0, 12),
   reason="XLA fuses operations before and after an optimization_barrier",

@@ -12,7 +12,7 @@ import jax
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
@@ -99,49 +99,7 @@ def test_a_new_replicated_leaf_does_not_become_varying():
   np.testing.assert_allclose(updates, jnp.arange(8.0) * 28**2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("jit", PLAIN_AND_JIT)
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_adam_on_sharded_arrays_keeps_shardings_like_bare_adam(axis_type, jit):
-  mesh = sharding.make_mesh((8,), ("x",), axis_type)
-  adam = optax.adam(0.1)
-  inner = optax.GradientTransformation(adam.init, jit(adam.update))
-  tx = ols.with_loss_scaling(inner)
-  with jax.set_mesh(mesh):
-    params = jax.device_put(jnp.arange(16.0), P("x"))
-    updates, state = jax.jit(tx.update)(params, tx.init(params), params)
-    bare_state = inner.init(params)
-    bare_updates, bare = jax.jit(inner.update)(params, bare_state, params)
-  sharding.assert_shardings_equal(updates, bare_updates)
-  sharding.assert_shardings_equal(state.inner_state[0].mu, bare[0].mu)
-  np.testing.assert_allclose(updates, bare_updates, rtol=1e-6)
-
-
-def compare_update_shardings(update):
-  """How a jitted step of wrapped and bare leave the updates on devices."""
-  mesh = sharding.make_mesh((8,), ("x",))
-  sharded = NamedSharding(mesh, P("x"))
-  init = lambda params: {name: jnp.zeros_like(params) for name in "ab"}
-  inner = optax.GradientTransformation(init, update)
-  found = []
-  for tx in (ols.with_loss_scaling(inner), inner):
-    params = jax.device_put(GRADS, sharded)
-    state = jax.jit(tx.init)(params)
-    put = lambda x: jax.device_put(x, sharded) if x.ndim else x
-    state = jax.tree.map(put, state)
-    updates, _ = jax.jit(tx.update)(params, state, params)
-    found.append(updates.sharding.spec)
-  return found
-
-
-def test_a_jit_inside_an_optimizer_keeps_its_out_shardings():
-  mesh = sharding.make_mesh((8,), ("x",))
-  replicated = NamedSharding(mesh, P())
-  update = jax.jit(ordinary, out_shardings=(replicated, None))
-  assert compare_update_shardings(update) == [P(), P()]
-
-
-def test_a_constraint_on_a_new_moment_reaches_the_updates():
+def test_a_constraint_on_a_new_moment_is_before_the_selects():
   mesh = sharding.make_mesh((8,), ("x",))
   gather = lambda x: lax.with_sharding_constraint(x, NamedSharding(mesh, P()))
 
@@ -149,9 +107,8 @@ def test_a_constraint_on_a_new_moment_reaches_the_updates():
     new = {"a": gather(0.9 * state["a"] + grads), "b": gather(state["b"])}
     return new["a"] / (new["b"] + 1), new
 
-  assert compare_update_shardings(update) == [P(), P()]
   names = [eqn.primitive.name for eqn in make_select_jaxpr(update).eqns]
-  assert names[-1] == "select_n"  # All selects are behind.
+  assert names[-2:] == ["select_n"] * 2
 
 
 def list_jit_eqns(jaxpr):
