@@ -209,56 +209,10 @@ class _UNet(nnx.Module):
     return self.last(x).astype(jnp.float32)
 
 
-class _ViT(nnx.Module):
-  """Patches, a class token, attention with dropout."""
-
-  def __init__(self, dtype, rngs):
-    options = {"dtype": dtype, "rngs": rngs}
-    self.patches = nnx.Conv(3, 32, (4, 4), (4, 4), **options)
-    self.token = nnx.Param(jnp.zeros((1, 1, 32)))
-    self.positions = nnx.Param(0.02 * jax.random.normal(rngs(), (17, 32)))
-    self.blocks = nnx.List([_Block(options) for _ in range(2)])
-    self.norm = nnx.LayerNorm(32, **options)
-    self.head = nnx.Linear(32, 10, **options)
-
-  def __call__(self, x):
-    x = self.patches(x).reshape(x.shape[0], -1, 32)
-    token = jnp.broadcast_to(self.token[...], (x.shape[0], 1, 32))
-    x = jnp.concatenate([token.astype(x.dtype), x], 1)
-    x = x + self.positions[...].astype(x.dtype)
-    for block in self.blocks:
-      x = block(x)
-    return self.head(self.norm(x)[:, 0]).astype(jnp.float32)
-
-
-class _Block(nnx.Module):
-  def __init__(self, options):
-    self.norms = nnx.List([nnx.LayerNorm(32, **options) for _ in range(2)])
-    self.attention = nnx.MultiHeadAttention(
-      4, 32, dropout_rate=0.1, deterministic=False, decode=False, **options
-    )
-    self.up = nnx.Linear(32, 64, **options)
-    self.down = nnx.Linear(64, 32, **options)
-
-  def __call__(self, x):
-    x = x + self.attention(self.norms[0](x))
-    return x + self.down(nnx.gelu(self.up(self.norms[1](x))))
-
-
 def unet(dtype=None):
   model = nnx.jit(lambda: _UNet(dtype, nnx.Rngs(0)))()
-  images = noisy_images(4, 16)
-  return _make_classifier(model, images, (images[..., 0] > 0).astype(jnp.int32))
-
-
-def vit(dtype=None):
-  images = noisy_images(8, 16)
-  model = nnx.jit(lambda: _ViT(dtype, nnx.Rngs(0)))()
-  return _make_classifier(model, images, jnp.arange(8))
-
-
-def _make_classifier(model, images, labels):
   structure, params, other_state = nnx.split(model, nnx.Param, ...)
+  images = noisy_images(4, 16)
 
   def loss_fn(model, images, labels):
     loss = cross_entropy(model(images), labels)
@@ -267,7 +221,7 @@ def _make_classifier(model, images, labels):
   return Model(
     loss_fn,
     params,
-    (images, labels),
+    (images, (images[..., 0] > 0).astype(jnp.int32)),
     state=other_state,
     # Merge copies, because the loss function changes the variables in place.
     unpack=lambda params, others: nnx.merge(
