@@ -12,7 +12,6 @@ import compiled_bytes  # Before others import jax.
 import jax
 import jax.numpy as jnp
 import optax
-import sharded_costs
 from shared import models, weights
 
 import optax_lossscale as ols
@@ -47,22 +46,6 @@ def measure_steps(device):
   return {
     name: [measure_step(device, tx, **options) for tx in (bare, ours)]
     for name, (bare, ours, options) in cases.items()
-  }
-
-
-def measure_collectives():
-  """Return the additional collectives of a sharded step, by name."""
-  cases = {
-    "data parallel": ("data parallel", 2, {}),
-    "FSDP, 2 leaves": ("FSDP", 2, {}),
-    "FSDP, 20 leaves": ("FSDP", 20, {}),
-    "FSDP, clipped": ("FSDP", 2, {"max_norm": 1.0}),
-    "two axes": ("two axes", 3, {}),
-    "shard_map": ("shard_map", 3, {}),
-  }
-  return {
-    name: sorted(map(list, sharded_costs.gained(layout, 16, n, **options)))
-    for name, (layout, n, options) in cases.items()
   }
 
 
@@ -102,8 +85,6 @@ if __name__ == "__main__":
     "steps": measure_steps(device),
     "master weights": compile_costs.measure_master_weights(device),
   }
-  if device == "v5e":
-    found["collectives"] = measure_collectives()
   if device in ("t4", "v100"):
     found["gradients"] = measure_gradients(device)
   if device == "h100":

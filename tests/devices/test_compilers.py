@@ -32,8 +32,6 @@ BYTES = {
   "clipped": (32, 32),
 }
 KERNELS_OF_100_LEAVES = {"v5e": 340, "t4": 210, "v100": 210, "h100": 210}
-NOTHING = []
-ONE_NUMBER = [["all-reduce", "f32[]"]]
 
 
 @functools.cache
@@ -78,21 +76,6 @@ def test_master_weights_move_and_keep_the_bytes_of_the_page(device):
 def test_many_leaves_need_few_kernels(device):
   _, ours = load_figures(device)["steps"]["100 leaves"]
   assert ours["kernels"] <= KERNELS_OF_100_LEAVES[device]
-
-
-@pytest.mark.parametrize(
-  "step, gained",
-  [
-    ("data parallel", NOTHING),
-    ("FSDP, 2 leaves", ONE_NUMBER),
-    ("FSDP, 20 leaves", ONE_NUMBER),
-    ("FSDP, clipped", NOTHING),
-    ("two axes", ONE_NUMBER),
-    ("shard_map", ONE_NUMBER),
-  ],
-)
-def test_devices_send_each_other_one_number_for_all_leaves(step, gained):
-  assert load_figures("v5e")["collectives"][step] == gained
 
 
 LIBRARIES = "__cublas$", "__cudnn$"

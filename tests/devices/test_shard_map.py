@@ -27,7 +27,6 @@ import optax_lossscale as ols
 STEPS = 50
 SHARDED = P("data")
 without_check_vma = parametrize_slow("check_vma", [False], [True, False])
-mapped_axes = parametrize_slow("mapped", ["vmap"], ["pmap", "vmap"])
 
 
 RUNS = [
@@ -118,32 +117,6 @@ def test_max_norm_counts_a_leaf_once_along_axes_that_are_not_named():
         np.testing.assert_allclose(update, np.full(8, -0.25), rtol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "options", [{"max_norm": 1.0}, {"loss_scale": "headroom"}], ids=str
-)
-def test_many_sharded_and_replicated_arrays_are_measured_together(options):
-  """XLA combines a few of them in one kernel on CPU."""
-  alone = ols.with_loss_scaling(optax.sgd(1.0), **options)
-  tx = ols.with_loss_scaling(optax.sgd(1.0), axis_name="data", **options)
-  specs = [P("data"), P()] * 20
-  grads = [np.full(8, i + 1.0, np.float32) for i in range(40)]
-  expected, after = jax.jit(alone.update)(grads, alone.init(grads))
-  update = jax.shard_map(
-    lambda grads: tx.update(grads, tx.init(grads)),
-    mesh=sharding.make_mesh((8,), ("data",)),
-    in_specs=(specs,),
-    out_specs=(specs, P()),
-  )
-  updates, sharded_after = jax.jit(update)(grads)
-  for actual, wanted in zip(updates, expected, strict=True):
-    np.testing.assert_allclose(actual, wanted, rtol=1e-6)
-  assert_same_bits(sharded_after, after)
-  skipped = [g.copy() for g in grads]
-  skipped[18][7] = np.nan
-  assert not jax.jit(update)(skipped)[1].loss_scale_state.last_finite
-
-
 @pytest.mark.parametrize("mapped", ["pmap", "vmap", "no check_vma"])
 def test_max_norm_raises_if_no_type_identifies_shards(mapped):
   tx = ols.with_loss_scaling(optax.sgd(1.0), axis_name="data", max_norm=1.0)
@@ -152,19 +125,6 @@ def test_max_norm_raises_if_no_type_identifies_shards(mapped):
     map_over_axis(mapped, lambda g: tx.update(g, tx.init(g))[0])(
       np.ones((8, 2), np.float32)
     )
-
-
-@mapped_axes
-def test_the_fix_of_the_max_norm_error_clips_averaged_gradients(mapped):
-  inner = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
-  tx = ols.with_loss_scaling(inner, axis_name="data")
-
-  def update(grad):
-    return tx.update(lax.pmean(grad, "data"), tx.init(grad))[0]
-
-  grads = np.float32(np.arange(8)[:, None] * [0.0, 3.0])
-  updates = map_over_axis(mapped, update)(grads)
-  np.testing.assert_allclose(updates, np.tile([0.0, -1.0], (8, 1)), rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -187,15 +147,6 @@ def test_fifty_steps_under_pmap_and_vmap_equal_those_on_one_device(mapped):
   for i in range(8):
     replica = jax.tree.map(lambda x, i=i: x[i], replicas)
     assert_same_bits(replica, exact_model.train_on_one_device(STEPS))
-
-
-@mapped_axes
-def test_without_an_axis_name_each_replica_decides_separately(mapped):
-  tx = exact_model.make_optimizer()
-  grads = np.ones((8, 2), np.float32)
-  grads[3, 1] = np.inf
-  _, state = map_over_axis(mapped, lambda g: tx.update(g, tx.init(g)))(grads)
-  assert np.sum(state.loss_scale_state.last_finite) == 7
 
 
 def update_on_8_devices(tx, grads, check_vma, spec=SHARDED, **extra):
