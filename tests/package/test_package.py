@@ -71,11 +71,6 @@ def list_missing(name):
         yield f"no line on {parameter}"
 
 
-def test_there_are_few_public_names_and_they_are_sorted():
-  assert len(ols.__all__) <= 25
-  assert ols.__all__ == sorted(ols.__all__)
-
-
 @functools.cache
 def list_nodes(path):
   return list(ast.walk(ast.parse(path.read_text())))
