@@ -216,24 +216,6 @@ def test_a_weakly_typed_matmul_stays_weakly_typed():
   assert_same_bits(jax.jit(ols.autocast(loop))(2), jax.jit(loop)(2))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_transformed_function_gives_the_same_result(name):
-  fun = PROGRAMS[name]
-  half, loss = ols.autocast(fun), mean_square(fun)
-  if name != "while_loop":
-    skip_if_jax_cannot(jax.eval_shape, jax.grad(loss), X, W)
-  stack = lambda x: jnp.stack([x, x + 1])
-  assert_same_bits(
-    jax.jit(jax.vmap(half, (0, None)))(stack(X), W),
-    jax.jit(jax.vmap(fun, (0, None)))(stack(X), W),
-  )
-  assert jax.eval_shape(half, X, W) == jax.eval_shape(fun, X, W)
-  if name != "while_loop":
-    kept = jax.grad(jax.checkpoint(ols.autocast(loss)))
-    assert_functions_close(kept, jax.grad(loss), X, W)
-
-
 # All that holds other functions, each once.
 HOLDERS = [
   "cond", "jit", "scan_of_checkpoint", "custom_jvp", "custom_vjp_in_a_scan",

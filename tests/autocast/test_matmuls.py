@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._autocast import _matmuls
 
 TABLE = 2 * np.asarray(normal(8, 4))
 IDS = np.array([0, 1, 1, 3, 5])
@@ -61,20 +60,6 @@ sin = jax.custom_vjp(jnp.sin)
 sin.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g @ (x.T @ x),))
 
 
-def shared_between_devices(table):
-  @jax.custom_vjp
-  def fun(x):
-    return lax.psum(jnp.tanh(x), "i")
-
-  def backward(x, g):
-    return ((g + 0 * x) @ (x.T @ x),)
-
-  fun.defvjp(lambda x: (fun(x), x), backward)
-  mesh = sharding.make_mesh((2,), ("i",))
-  mapped = jax.shard_map(fun, mesh=mesh, in_specs=P("i"), out_specs=P())
-  return jnp.sum(mapped(table))
-
-
 # A loss, its argument, and the number of its matmuls in half precision.
 LOSSES = {
   "an embedding": (embedding, TABLE, 1),
@@ -102,11 +87,6 @@ def test_matmuls_of_a_rule_run_in_half_precision_in_any_function(case):
   half, full = jax.grad(ols.autocast(loss)), jax.grad(loss)
   assert jaxprs.count_matmuls_by_dtype(half, argument)["float16"] == count
   assert_functions_close(half, full, argument)
-
-
-def test_matmuls_of_a_rule_run_in_half_precision_in_shard_map():
-  half = jax.grad(ols.autocast(shared_between_devices))
-  assert set(jaxprs.count_matmuls_by_dtype(half, TABLE)) == {"float16"}
 
 
 def test_a_rule_stays_in_float32_if_it_is_marked():
@@ -147,22 +127,6 @@ def test_a_rule_that_might_raise_runs_in_half_precision_without_a_trace():
   # No trace shows whether a name selects the rule.
   named = jax.grad(ols.autocast(loss, keep_float32="*"))
   assert set(jaxprs.count_matmuls_by_dtype(named, TABLE)) == {"float32"}
-
-
-@pytest.mark.parametrize("keep, num_traces", [((), 0), ("embed*", 1)])
-def test_a_rule_is_traced_only_for_its_names(monkeypatch, keep, num_traces):
-  seen = []
-  trace = lambda eqn: (seen.append(eqn), None)
-  monkeypatch.setattr(_matmuls, "trace_rule_grad", trace)
-  in_jax = lambda w: jnp.linalg.det(jax.nn.relu(w @ w))
-  of_jax = lambda w: in_jax(w) + jax.scipy.special.i1(1.0)
-  of_jax = jax.named_scope("embed")(of_jax)
-  jax.make_jaxpr(jax.grad(ols.autocast(of_jax, keep_float32=keep)))(W)
-  assert not seen
-  embed = jax.named_scope("embed")(lambda x: jnp.sum(x.T @ x))
-  own = lambda x: embedding(x) + embed(x)
-  jax.make_jaxpr(ols.autocast(own, keep_float32=keep))(TABLE)
-  assert len(seen) == num_traces
 
 
 # A `custom_vjp` within a `custom_jvp`: its backward pass waits in a tangent.

@@ -108,15 +108,6 @@ def check(rule, share, make_loss, argnums):
     assert_close(grads, expected)
 
 
-@pytest.mark.slow
-def test_a_function_with_a_rule_that_computes_is_not_a_guard():
-  def rule():
-    fun = custom_rules.make_matmul_with_vjp()
-    return lambda x, w: fun(jax.nn.relu(x), jax.nn.relu(w))
-
-  check(rule, jax.jit, LOSSES["partly frozen"], (0, 1))
-
-
 ARGNUMS = (0, 1), 0, 1
 CASES = list(itertools.product(RULES, SHARED_BY, LOSSES, ARGNUMS))
 # Each pair of values of two parameters is in one of these rows. The nightly
@@ -203,16 +194,6 @@ def test_a_rule_may_raise_a_custom_error():
   for argnums in (1, (0, 1)):
     with pytest.raises(NotImplementedError, match="The mask has no derivative"):
       jax.grad(half, argnums)(X, W)
-
-
-def test_a_rule_that_raises_is_run_in_each_trace():
-  shared = jax.jit(make_refusing_rule())
-  within = lambda x: jax.jit(lambda x: shared(x, W, X))(x)
-  loss = lambda x: jnp.sum(within(x) ** 2) + jnp.sum(shared(x, W, X))
-  full = jax.grad(loss)
-  jax.make_jaxpr(full)(X)
-  jax.make_jaxpr(jax.grad(ols.autocast(loss)))(X)
-  assert_functions_close(jax.grad(ols.autocast(loss)), full, X)
 
 
 def test_a_rule_that_raised_for_one_derivative_still_gives_another():

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._jaxprs import _eqns, _provenance
+from optax_lossscale._jaxprs import _eqns
 
 X = normal(4, 8, seed=1)
 WEIGHTS = normal(8, 8)
@@ -192,46 +192,6 @@ def test_layers_of_flax_nnx_have_names():
   assert bound == layers
 
 
-class Attention(nnx.Module):
-  """Two blocks of attention, of which the second may be marked."""
-
-  def __init__(self, mark):
-    self.mark = mark
-    self.blocks = nnx.List(
-      nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
-      for _ in range(2)
-    )
-
-  def __call__(self, x):
-    return self.mark(self.blocks[1])(self.blocks[0](x))
-
-
-no_mark = lambda block: block
-SCORES = ["BTNH,BSNH->BNTS", "BNTS,BSNH->BTNH"]
-
-
-@pytest.mark.parametrize(
-  ("mark", "kept", "of_scores"),
-  [
-    (ols.keep_float32, (), ["float16"] * 2 + ["float32"] * 2),
-    pytest.param(no_mark, "blocks/1", ["float16"] * 4, marks=pytest.mark.slow),
-    pytest.param(no_mark, SCORES, ["float32"] * 4, marks=pytest.mark.slow),
-  ],
-  ids=["mark", "path", "scope"],
-)
-def test_attention_scores_have_no_weights_and_keep_float32_keeps_them(
-  mark, kept, of_scores
-):
-  model = Attention(mark)
-  loss = lambda model, x: jnp.sum(model(x))
-  traced = nnx.jit(ols.autocast(loss, keep_float32=kept))
-  found = list_matmuls(traced, model, X[None])
-  of_weights = [dtype for name, dtype in found if "kernel" in name]
-  assert [dtype for name, dtype in found if "->" in name] == of_scores
-  if kept == "blocks/1":
-    assert of_weights == ["float16"] * 4 + ["float32"] * 4
-
-
 def test_a_model_may_contain_itself():
   model = Net()
   model.layers[0].model = model
@@ -302,17 +262,6 @@ def test_in_a_cast_gradient_only_matmuls_with_weights_have_their_names():
   grad = jax.grad(lambda params, x: jnp.sum(net(params, x)))
   found = list_matmul_names(grad, params, X)
   assert set(found) == {*EXPECTED, ""}
-
-
-def test_only_the_scopes_change(monkeypatch):
-  """Also if another JAX keeps them in a way that is not known."""
-  net, params = network(mlp)
-  cast = ols.autocast(lambda params, x: net(params, x))
-  text = lambda: str(jax.make_jaxpr(lambda *args: cast(*args))(params, X))
-  before = text()
-  monkeypatch.setattr(_provenance, "tag_param_path", lambda eqn, path: eqn)
-  monkeypatch.setattr(_provenance, "tag_autocast", lambda eqn, dtype: eqn)
-  assert text() == before
 
 
 def test_a_function_with_an_unknown_signature_has_names():
