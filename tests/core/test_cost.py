@@ -29,17 +29,17 @@ def trace_step(tx, params, grads):
   return jax.jit(step, donate_argnums=(0, 1)).trace(params, state, grads)
 
 
-def measure_cost(tx, count=4, grad_dtype=jnp.float32):
+def measure_cost(tx):
   """Bytes accessed, temporary and aliased, each for one parameter."""
-  params, grads = make_leaves(count), make_leaves(count, dtype=grad_dtype)
-  compiled = trace_step(tx, params, grads).lower().compile()
+  params = make_leaves()
+  compiled = trace_step(tx, params, params).lower().compile()
   memory = compiled.memory_analysis()
   figures = (
     compiled.cost_analysis()["bytes accessed"],
     memory.temp_size_in_bytes,
     memory.alias_size_in_bytes,
   )
-  return [figure / (count * SIDE**2) for figure in figures]
+  return [figure / (4 * SIDE**2) for figure in figures]
 
 
 def wrap_optimizer(inner=ADAM, loss_scale="dynamic", **options):
@@ -71,31 +71,6 @@ def test_a_step_reads_the_gradients_one_more_time_and_copies_no_state(name):
   if not name.startswith("Optax"):
     assert temporary < 0.01
     assert aliased == pytest.approx(BYTES_OF_STATE, abs=0.01)
-
-
-@pytest.mark.parametrize("max_norm", [None, 1.0])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
-def test_unscaling_in_update_moves_no_additional_bytes(dtype, max_norm):
-  true, scaled = (
-    measure_cost(
-      wrap_optimizer(grads_are_scaled=s, max_norm=max_norm), grad_dtype=dtype
-    )
-    for s in (False, True)
-  )
-  # XLA of JAX 0.12 writes the widened bfloat16 gradients out and reads them.
-  more = 4 if dtype == jnp.bfloat16 and max_norm is None else 0
-  assert scaled[0] <= true[0] + more + 0.01
-  if not more:
-    assert scaled == pytest.approx(true, abs=0.01)
-
-
-def test_float16_gradients_are_widened_without_a_copy():
-  bare, _, _ = measure_cost(ADAM, grad_dtype=jnp.float16)
-  cost = measure_cost(wrap_optimizer(), grad_dtype=jnp.float16)
-  accessed, temporary, aliased = cost
-  assert accessed / bare < 1.115
-  assert temporary < 1.01  # One leaf's predicate after the other would be less.
-  assert aliased == pytest.approx(BYTES_OF_STATE, abs=0.01)
 
 
 def test_checking_updates_in_the_dtype_of_the_params_makes_no_copy_of_them():

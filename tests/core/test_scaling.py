@@ -85,22 +85,11 @@ def use_jax():
   return fun, jnp.float16(1)
 
 
-def use_transforms_of_jax():
-  named = jax.named_scope("backward")(jax.vmap(use_jax()[0]))
-  return jax.jit(jax.checkpoint(named)), jnp.ones(3, jnp.float16)
-
-
 def use_nnx():
   loss_fn = lambda model: float16_loss(model.kernel[0, 0])
   fun = ols.value_and_grad(loss_fn, make_state(2.0), using=nnx.value_and_grad)
   rngs = nnx.Rngs(0)
   return nnx.jit(fun), nnx.Linear(1, 1, param_dtype=jnp.float16, rngs=rngs)
-
-
-def use_equinox():
-  using = eqx.filter_value_and_grad
-  fun = ols.grad(float16_loss, make_state(2.0), using=using)
-  return eqx.filter_jit(fun), jnp.float16(1)
 
 
 def use_a_function_of_ones_own():
@@ -116,9 +105,7 @@ def use_a_function_of_ones_own():
   "use",
   [
     use_jax,
-    use_transforms_of_jax,
     use_nnx,
-    use_equinox,
     use_a_function_of_ones_own,
   ],
 )

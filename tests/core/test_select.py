@@ -84,24 +84,6 @@ def jit_of_one_result(grads, state, params):
   return of_state(new), new
 
 
-def custom_derivatives(grads, state, params):
-  @jax.custom_jvp
-  def f(x):
-    return jnp.sin(x)
-
-  f.defjvp(lambda primals, tangents: (f(*primals), 3 * tangents[0]))
-
-  @jax.custom_vjp
-  def g(x):
-    return jnp.cos(x)
-
-  g.defvjp(lambda x: (g(x), x), lambda x, cotangent: (x * cotangent,))
-  slope = lambda h: jax.vmap(jax.grad(h))
-  a, b = (fun(state[x]) + slope(fun)(grads) for x, fun in (("a", f), ("b", g)))
-  new = {"a": a, "b": b}
-  return of_state(new), {"a": f(new["a"]), "b": g(new["b"])}
-
-
 def one_value_for_two_leaves(grads, state, params):
   a = state["a"] + grads
   return 2 * a, {"a": a, "b": a}
@@ -124,7 +106,6 @@ UPDATES = {
   "scan": scan,
   "jit of everything": jax.jit(ordinary),
   "jit of one result": jit_of_one_result,
-  "custom derivatives": custom_derivatives,
   "rematerialized": jax.checkpoint(ordinary),
   "literals": lambda g, s, _: (
     g, {"a": jnp.zeros(4), "b": s["b"].at[0].set(7.0)},

@@ -1,4 +1,6 @@
-"""A skipped step changes no bit: of no optimizer, in no dtype, jitted or not.
+"""A skipped step changes no bit, in no dtype, jitted or not.
+
+Of other optimizers, this is shown by test_optax_battery.py.
 
 XLA reduces large arrays by other paths than small ones, and in other orders. It
 treats subnormal numbers as zero when it adds on CPU, whatever is added, and
@@ -20,10 +22,7 @@ OPTIMIZERS = {
   "sgd": optax.sgd(0.1),
   "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
   "adam": optax.adam(0.1),
-  "adamw": optax.adamw(0.1),
-  "lion": optax.lion(0.1),
   "adafactor": optax.adafactor(0.1),
-  "muon": optax.contrib.muon(0.1),
 }
 
 
@@ -54,12 +53,7 @@ SKIPS = [
     for options in ((), SCALED)
     if Skip("adam", params, grads, options) not in QUICK
   ),
-  *(
-    Skip(optimizer, params, HALVES[(i + j) % 3], ((), SCALED)[(i + j) % 2])
-    for i, optimizer in enumerate(OPTIMIZERS)
-    for j, params in enumerate(HALVES)
-    if optimizer != "adam"
-  ),
+  Skip("adafactor", "float16", "float16", SCALED),
   Skip("adam", "bfloat16", "bfloat16", CHECKED),
   Skip("momentum", "complex64", "complex64"),
   Skip("sgd", "float32", "float32", jitted=False),

@@ -86,26 +86,6 @@ def test_the_scale_is_found_and_set_in_any_nnx_object():
   assert ols.get_loss_scale_state(optimizer).finite_count == 1
 
 
-@pytest.mark.slow
-def test_nnx_scan_carries_model_and_optimizer_through_an_overflow():
-  data = [BATCH, BAD_BATCH, BATCH]
-  xs, ys = jax.tree.map(lambda *leaves: np.stack(leaves), *data)
-
-  @nnx.scan(in_axes=(nnx.Carry, 0, 0), out_axes=(nnx.Carry, 0))
-  def scanned(carry, x, y):
-    return carry, train_step(*carry, x, y)
-
-  carry = make()
-  carry, losses = nnx.jit(scanned)(carry, xs, ys)
-  np.testing.assert_array_equal(np.isfinite(losses), [True, False, True])
-  model, optimizer = make()
-  for x, y in data:
-    step(model, optimizer, x, y)
-  for got, want in zip(carry, (model, optimizer), strict=True):
-    for a, b in zip(arrays(got), arrays(want), strict=True):
-      np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
-
-
 class Params(nnx.Module):
   def __init__(self):
     self.w = nnx.Param(np.float32([1.0, 2.0]))

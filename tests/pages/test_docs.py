@@ -209,20 +209,6 @@ def test_the_page_on_versions_has_the_declared_versions():
   assert sorted(listed) == sorted(declared)
 
 
-def test_no_power_of_two_turns_prose_bold_and_no_formula_needs_a_script():
-  """Markdown may take the asterisks of one and of the next for bold."""
-  assert "mathjax" not in (DOCS / "conf.py").read_text()
-  for path, text in texts():
-    text = re.sub(r"`[^`]*`", "", text)
-    where = f"{relative_name(path)}: write it without TeX"
-    assert not re.search(r"\$|\\[a-z]+", text), where
-    # Paragraphs, items of lists, cells of tables.
-    for part in re.split(r"\n\s*\n|\n(?=[*-] )|\|", text):
-      has_power = re.search(r"\d\*\*-?\d", part)
-      where = f"{relative_name(path)}: write code, as in `2**3`, in {part}"
-      assert not has_power or part.count("**") == 1, where
-
-
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = re.findall(r"^([a-z-]+):.*##", MAKEFILE, re.MULTILINE)
 ENVIRONMENTS = re.findall(r"^ON_(\S+) ", MAKEFILE, re.MULTILINE)
