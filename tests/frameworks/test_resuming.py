@@ -1,30 +1,22 @@
 """Resuming a run that was saved before its optimizer was wrapped.
 
-With the real libraries: one way to restore loses the optimizer's state without
-a word, and the others refuse.
+With Flax's own functions, of which one use loses the optimizer's state without
+a word.
 """
 
 from typing import Any
 
-import flax
 from flax.training import checkpoints
 from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
-from helpers import mark_slow_params
 from helpers.bits import assert_same_bits
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import interop
-
-pytestmark = pytest.mark.filterwarnings(
-  # A warning about Flax's older format, which these tests use on purpose.
-  "ignore:Flax Checkpointing will soon be deprecated:DeprecationWarning"
-)
 
 BARE = optax.chain(
   optax.trace(decay=0.9),
@@ -64,20 +56,9 @@ def get_count(state):
   return optax.tree.get(state.opt_state, "count").item()
 
 
-@pytest.fixture(
-  params=mark_slow_params([False], [True, False]), ids=["orbax", "msgpack"]
-)
-def save_and_restore(request, tmp_path):
-  """Flax's own functions, in each of the two formats that they write."""
-  before = flax.config.flax_use_orbax_checkpointing
-  flax.config.update("flax_use_orbax_checkpointing", request.param)
-
-  def fun(saved, target):
-    checkpoints.save_checkpoint(tmp_path, saved, STEPS)
-    return checkpoints.restore_checkpoint(tmp_path, target)
-
-  yield fun
-  flax.config.update("flax_use_orbax_checkpointing", before)
+def save_and_restore(folder, saved, target):
+  checkpoints.save_checkpoint(folder, saved, STEPS)
+  return checkpoints.restore_checkpoint(folder, target)
 
 
 def adopt(restored):
@@ -98,8 +79,7 @@ def test_flaxs_restore_into_a_wrapped_state_loses_the_momentum(tmp_path):
   """The known trap. If this fails, Flax has fixed it: update the page."""
   saved = train(make_state(BARE))
   assert get_momentum(saved) > 0.5
-  checkpoints.save_checkpoint(tmp_path, saved, STEPS)
-  restored = checkpoints.restore_checkpoint(tmp_path, make_state(TX))
+  restored = save_and_restore(tmp_path, saved, make_state(TX))
   assert_same_bits(restored.params, saved.params)
   assert (get_momentum(restored), get_count(restored)) == (0, 0)
   # The count of the schedule shows it.
@@ -107,19 +87,19 @@ def test_flaxs_restore_into_a_wrapped_state_loses_the_momentum(tmp_path):
   assert restored.step - skips - get_count(restored) == STEPS
 
 
-def test_a_run_restored_into_the_bare_state_continues(save_and_restore):
+def test_a_run_restored_into_the_bare_state_continues(tmp_path):
   saved = train(make_state(BARE))
-  restored = save_and_restore(saved, make_state(BARE))
+  restored = save_and_restore(tmp_path, saved, make_state(BARE))
   assert_training_continues(adopt(restored), saved)
 
 
-def test_a_run_with_dynamic_scale_keeps_its_scale(save_and_restore):
+def test_a_run_with_dynamic_scale_keeps_its_scale(tmp_path):
   scale = DynamicScale(growth_interval=12)
   target = make_state(BARE, ScaledTrainState, dynamic_scale=scale)
   # A run that has grown once.
   grown = scale.replace(fin_steps=8, scale=jnp.float32(2.0**17))
   saved = train(target.replace(dynamic_scale=grown))
-  restored = save_and_restore(saved, target)
+  restored = save_and_restore(tmp_path, saved, target)
 
   policy, scale_state = interop.from_flax(restored.dynamic_scale)
   tx = ols.with_loss_scaling(BARE, policy)

@@ -26,7 +26,6 @@ from optax_lossscale._jaxprs import (
   _eqns,
   _higher_order,
   _primitives,
-  _provenance,
   _weights,
 )
 from optax_lossscale.diagnostics import _dtype_limits
@@ -249,30 +248,6 @@ def test_the_classes_of_hijax_are_known():
   # A scan is taken as a whole, and a name holds nothing.
   known = {*_custom_derivatives._RULE_TRANSFORMS, "checkpoint", "name", "scan"}
   assert set(_eqns._CANONICAL_NAMES.values()) <= known
-
-
-def test_scopes_are_objects_that_stay_with_an_equation():
-  """Otherwise matmuls would have no tags and no names of weights."""
-  (eqn,) = jax.make_jaxpr(lambda x: x @ x)(X).eqns
-  marked = _provenance.tag_autocast(eqn, jnp.float16)
-  marked = _provenance.tag_param_path(marked, ("blocks", "2"))
-  alone = jax.make_jaxpr(_eqns.eqn_as_fun(marked))(X, X)
-  fun = lambda x: jnp.sum(core.jaxpr_as_fun(alone)(x, x)[0])
-  moved = jax.make_jaxpr(jax.vmap(jax.grad(jax.checkpoint(fun))))(X[None])
-  matmul_locations = []
-
-  def walk(jaxpr, location):
-    for inner in jaxpr.eqns:
-      if inner.primitive.name == "dot_general":
-        matmul_locations.append(location.push_scope(inner))
-      for held in _eqns.subjaxprs(inner):
-        walk(held.jaxpr, location.push_scope(inner))
-
-  walk(moved.jaxpr, _provenance.EqnLocation())
-  assert len(matmul_locations) >= 2
-  for location in matmul_locations:
-    assert location.autocast_dtype == jnp.dtype("float16")
-    assert location.names.param_path == "blocks/2"
 
 
 def record():
