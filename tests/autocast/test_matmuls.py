@@ -206,13 +206,6 @@ def test_a_nested_rule_is_kept_by_a_name_and_by_keep_float32():
   assert found == {(False, "float32"), (True, "float16")}
 
 
-@pytest.mark.slow
-def test_a_nested_rule_may_be_mapped_from_outside():
-  gradients = jax.grad(ols.autocast(loss(inner))), jax.grad(loss(inner))
-  half, exact = (jax.vmap(fun, (None, 0)) for fun in gradients)
-  assert_functions_close(half, exact, PARAMS, jnp.stack([X, 2 * X]))
-
-
 clip = jax.custom_vjp(lambda x: x)
 clip.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -1, 1),))
 
@@ -224,13 +217,6 @@ def test_a_tangent_without_matmuls_is_unchanged():
   found = list_matmuls(half, PARAMS, X)
   assert {dtype for _, dtype in found} == {"float16"}
   assert_functions_close(half, jax.grad(fun), PARAMS, 100 * X)
-
-
-def test_a_jvp_of_a_custom_vjp_is_refused_as_without_autocast():
-  tangent = lambda x: jax.jvp(lambda x: inner(PARAMS["first"], x), (x,), (x,))
-  for fun in tangent, ols.autocast(tangent):
-    with pytest.raises(TypeError, match="forward-mode"):
-      jax.jit(fun)(X)
 
 
 def test_the_name_of_a_rule_without_matmuls_selects_none():

@@ -14,7 +14,6 @@ from helpers.planted_layers import normal
 import jax
 from jax import lax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import optax_lossscale as ols
@@ -216,27 +215,3 @@ def test_a_rule_that_raises_may_be_shared_by_calls_with_other_tangents():
   for fun, tolerance in ((loss, 0.01), (kept, 2e-3)):
     half, full = jax.grad(ols.autocast(fun)), jax.grad(loss)
     assert_functions_close(half, full, W, tolerance=tolerance)
-
-
-def make_constant_rule(wrap):
-  """A rule over a constant, in the body of something."""
-  table = jnp.float32(np.arange(16).reshape(4, 4) % 3)
-  fun = jax.custom_vjp(lambda x: x @ table)
-  fun.defvjp(lambda x: (x @ table, None), lambda kept, g: (g @ table.T,))
-  return jax.checkpoint(lambda x: jnp.sum(wrap(fun)(x) ** 2))
-
-
-WITHIN = {
-  "cond": lambda f: lambda x: lax.cond(x[0, 0] > -99, f, lambda x: x, x),
-  "scan": lambda f: lambda x: lax.fori_loop(0, 2, lambda _, c: f(c) / 9, x),
-  "map": lambda f: lambda x: lax.map(f, x[None])[0],
-}
-
-
-@parametrize_slow("within", ["scan"], WITHIN)
-def test_a_rule_in_a_loop_in_a_checkpoint_keeps_its_constants(within):
-  skip_if_all_is_said_to_move()
-  loss = make_constant_rule(WITHIN[within])
-  full = jax.grad(loss)
-  for half in (ols.autocast(full), jax.grad(ols.autocast(loss))):
-    assert_functions_close(half, full, X)

@@ -5,7 +5,6 @@ import itertools
 
 from helpers import jaxprs, parametrize_slow, sharding
 from helpers.bits import assert_close, assert_functions_close, assert_same_bits
-from helpers.devices import require_devices
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -104,17 +103,3 @@ def test_shard_map_inside_and_outside_is_entered(mesh):
     assert set(jaxprs.count_matmuls_by_dtype(half, x, w)) == {"float16"}
     assert_same_bits(actual, expected)
     sharding.assert_shardings_equal(actual, expected)
-
-
-@parametrize_slow("transform", [jax.vmap], [jax.vmap, jax.pmap])
-def test_autocast_works_in_pmap_and_in_vmap_with_an_axis_name(transform):
-  def local(x):
-    return lax.pmean(x @ W, "i") + lax.axis_index("i")
-
-  if transform is jax.pmap:
-    require_devices(2)
-  x = jnp.stack([X, X + 1])
-  half = transform(ols.autocast(local), axis_name="i")
-  jit = jax.jit if transform is jax.vmap else lambda fun: fun
-  full = transform(local, axis_name="i")
-  assert_same_bits(jit(half)(x), jit(full)(x))

@@ -155,12 +155,6 @@ def test_setting_the_scale_of_many_members_sets_each():
     functools.partial(ols.value_and_grad, lambda x: x),
     functools.partial(ols.grad, lambda x: x),
   ],
-  ids=[
-    *("get_loss_scale_state", "loss_scale_metrics", "raise_if_stuck"),
-    "set_loss_scale",
-    *("scale_loss", "unscale_grads", "select_if_applied"),
-    *("value_and_grad", "grad"),
-  ],
 )
 def test_no_scale_or_two_is_an_error_that_says_what_to_do(get):
   two = {name: ols.FixedLossScale(1.0).init() for name in "gd"}

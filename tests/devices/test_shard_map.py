@@ -25,7 +25,6 @@ import pytest
 import optax_lossscale as ols
 
 STEPS = 50
-SHARDED = P("data")
 without_check_vma = parametrize_slow("check_vma", [False], [True, False])
 
 
@@ -149,15 +148,15 @@ def test_fifty_steps_under_pmap_and_vmap_equal_those_on_one_device(mapped):
     assert_same_bits(replica, exact_model.train_on_one_device(STEPS))
 
 
-def update_on_8_devices(tx, grads, check_vma, spec=SHARDED, **extra):
+def update_on_8_devices(tx, grads, check_vma, **extra):
   """Each device has its own part of the extra arguments."""
   update = jax.shard_map(
     lambda grad, extra: tx.update(
       grad, tx.init(grad), **jax.tree.map(lambda x: x[0], extra)
     ),
     mesh=sharding.make_mesh((8,), ("data",)),
-    in_specs=(spec, P("data")),
-    out_specs=(spec, P()),
+    in_specs=P("data"),
+    out_specs=(P("data"), P()),
     check_vma=check_vma,
   )
   updates, state = jax.jit(update)(grads, extra)
@@ -166,25 +165,18 @@ def update_on_8_devices(tx, grads, check_vma, spec=SHARDED, **extra):
 
 
 @without_check_vma
-def test_a_callers_flag_from_one_device_counts_for_all(check_vma):
-  tx = exact_model.make_optimizer(axis_name="data")
-  updates, state = update_on_8_devices(
-    tx, np.ones(2, np.float32), check_vma, P(), grads_finite=np.arange(8) != 3
-  )
-  assert np.all(np.signbit(updates)) and not np.any(updates)
-  assert not state.last_finite
+@pytest.mark.parametrize("says", ["the caller", "the optimizer"])
+def test_what_one_device_says_counts_for_all(says, check_vma):
+  extra = {"grads_finite": np.arange(8) != 3} if says == "the caller" else {}
 
+  def break_on_shard_3(updates, params):
+    is_bad = (lax.axis_index("data") == 3) & (says == "the optimizer")
+    return jnp.where(is_bad, jnp.nan, updates)
 
-@without_check_vma
-def test_a_nan_that_one_devices_optimizer_made_counts_for_all(check_vma):
-  def break_on_shard_3(updates, state, params=None):
-    del params
-    is_bad = lax.axis_index("data") == 3
-    return jnp.where(is_bad, jnp.nan, updates), state
-
-  inner = optax.GradientTransformation(lambda _: (), break_on_shard_3)
+  inner = optax.stateless(break_on_shard_3)
   tx = ols.with_loss_scaling(inner, axis_name="data", check_updates=True)
-  updates, state = update_on_8_devices(tx, np.ones(8, np.float32), check_vma)
+  grads = np.ones(8, np.float32)
+  updates, state = update_on_8_devices(tx, grads, check_vma, **extra)
   assert np.all(np.signbit(updates)) and not np.any(updates)
   assert not state.last_finite
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import optax_lossscale as ols
@@ -310,8 +309,6 @@ def test_a_scale_set_to_any_value_becomes_a_power_of_two():
 def test_adjust_without_the_maximum_says_how_to_get_it():
   with pytest.raises(TypeError, match="with_loss_scaling passes it"):
     POLICY.adjust(POLICY.init(), True)
-  grads = {"w": jnp.array([-2.0, 1.0])}
-  assert optax.tree.norm(grads, ord="inf") == 2  # As the message says.
 
 
 BAD = [
