@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._jaxprs import _provenance
+from optax_lossscale._jaxprs import _provenance, _source_info
 
 W, X = jnp.asarray(np.eye(4, dtype=np.float32)), normal(3, 4)
 HERE = "test_float32_filter.py"
@@ -314,6 +314,15 @@ def test_a_location_has_the_nearest_line_that_others_do_not_share():
   number_of = lambda x: find_line_number(x, __file__)
   lines = {f"{HERE}:{number_of(x)} ({x})" for x in ("mlp", "head")}
   assert {x.name for x in jaxprs.list_layers(cast, W, X)} == lines
+
+
+def test_call_stacks_that_differ_only_in_missing_lines_are_one_location():
+  """JAX forgets lines of some equations."""
+  h, a, main = (_source_info.SourceLine("m.py", i, "f") for i in range(3))
+  ways = (h,), (h, a, main), (h, main)
+  names = [_provenance.EqnNames("net", "", "net", lines) for lines in ways]
+  found = _provenance.make_unique_labels([(x, False) for x in names])
+  assert {line for _, line in found} == {str(h)}
 
 
 class Scope(NamedTuple):
