@@ -45,7 +45,7 @@ X = np.linspace(-2, 1, 8, dtype=np.float32).reshape(2, 4)
 BAD_X = np.full_like(X, np.inf)
 
 
-def make_step(tx, loss_fn=loss_fn):
+def make_step(tx):
   def step(params, opt_state, x):
     grads = ols.grad(loss_fn, opt_state)(params, x)
     updates, opt_state = tx.update(grads, opt_state, params)
@@ -54,9 +54,9 @@ def make_step(tx, loss_fn=loss_fn):
   return step
 
 
-def make_tx(inner=None):
-  inner = optax.adamw(1e-4) if inner is None else inner
-  return ols.with_master_weights(ols.with_loss_scaling(inner, 2.0**8))
+def make_tx():
+  inner = ols.with_loss_scaling(optax.adamw(1e-4), 2.0**8)
+  return ols.with_master_weights(inner)
 
 
 @functools.cache

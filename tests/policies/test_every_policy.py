@@ -8,8 +8,6 @@ import resource
 
 from helpers import mark_slow_params, parametrize_slow
 from helpers.bits import has_same_bits
-import hypothesis
-from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -136,28 +134,6 @@ def test_types_are_strong_and_32_bits_wide_in_every_mode(policy, x64):
   assert not any(x.weak_type for x in jax.tree.leaves(expected))
   dtypes = {str(x.dtype) for x in jax.tree.leaves(expected)}
   assert dtypes <= {"float32", "int32", "bool"}
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def run_scales(policy, start, finite):
-  def body(state, finite):
-    state = adjust(policy, state, finite)
-    return state, state.loss_scale
-
-  state = policy.init()._replace(loss_scale=start)
-  return jax.lax.scan(body, state, finite)[1]
-
-
-@each_slow
-@hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 4)
-@hypothesis.given(
-  steps=st.lists(st.booleans(), min_size=40, max_size=40),
-  exponent=st.integers(4, 126),
-)
-def test_the_scale_stays_between_its_bounds(policy, steps, exponent):
-  trace = run_scales(policy, np.float32(2.0**exponent), np.array(steps))
-  low = getattr(policy, "min_scale", 2.0**-126)
-  assert np.all((low <= trace) & (trace <= 2.0**126))
 
 
 @each_slow
