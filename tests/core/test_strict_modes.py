@@ -108,28 +108,6 @@ def test_an_overflow_inside_a_jitted_step_raises_no_error(mode):
   assert has_same_bits(new, params)
 
 
-def add_noise(grads, key):
-  """Add noise, and return the next key, as `optax.add_noise` does."""
-  key, noise_key = jax.random.split(key)
-  return grads + jax.random.normal(noise_key, grads.shape), key
-
-
-def take_steps(update, key, flags, jit=jax.jit, **options):
-  inner = optax.GradientTransformation(
-    lambda params: None,  # The key is made below.
-    lambda grads, key, params=None: update(grads, key),
-  )
-  tx = ols.with_loss_scaling(inner, **options)
-  grads = jnp.ones(2)
-  step = jit(lambda state, finite: tx.update(grads, state, grads_finite=finite))
-  state = tx.init(grads)._replace(inner_state=key)
-  keys = []
-  for flag in flags:
-    _, state = step(state, flag)
-    keys.append(state.inner_state)
-  return keys
-
-
 @parametrize_slow("check_updates", [True], [False, True])
 @pytest.mark.parametrize(
   ("make_key", "jit"),
@@ -142,9 +120,19 @@ def take_steps(update, key, flags, jit=jax.jit, **options):
 def test_a_key_that_a_skipped_step_used_may_be_used_again(
   make_key, jit, check_updates
 ):
+  def add_noise(grads, key, params=None):
+    """Add noise, and return the next key, as `optax.add_noise` does."""
+    key, noise_key = jax.random.split(key)
+    return grads + jax.random.normal(noise_key, grads.shape), key
+
+  inner = optax.GradientTransformation(lambda params: make_key(0), add_noise)
+  tx = ols.with_loss_scaling(inner, check_updates=check_updates)
+  grads, keys = jnp.ones(2), []
+  step = jit(lambda state, finite: tx.update(grads, state, grads_finite=finite))
   with jax.debug_key_reuse(True):
-    flags = True, False, True
-    options = {"check_updates": check_updates}
-    keys = take_steps(add_noise, make_key(0), flags, jit, **options)
+    state = tx.init(grads)
+    for finite in True, False, True:
+      _, state = step(state, finite)
+      keys.append(state.inner_state)
   first, second, third = map(jax.random.key_data, keys)
   assert has_same_bits(first, second) and not has_same_bits(second, third)
