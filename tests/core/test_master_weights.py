@@ -322,13 +322,6 @@ def test_compositions_train_as_the_wrapped_optimizer(name):
   assert_same_bits(train(COMPOSITIONS[name]()), train(with_masters()))
 
 
-def test_hyperparameters_stay_float32():
-  tx = ols.with_master_weights(optax.inject_hyperparams(optax.adamw)(1e-4))
-  hyperparams = tx.init(make_params()).inner_state.hyperparams
-  assert hyperparams["b2"].dtype == jnp.float32
-  assert hyperparams["b2"] == np.float32(0.999)
-
-
 @parametrize_slow(
   "restore",
   [restore_by_msgpack],

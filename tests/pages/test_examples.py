@@ -197,17 +197,3 @@ def test_float16_learns_like_float32_and_samples_closer_than_bfloat16():
   assert end["float32"] > 0.8
   assert end["float16"] == pytest.approx(end["float32"], abs=0.02)
   assert rl_runs["float16"].loss_scale_state.loss_scale > 2.0**10
-
-
-@pytest.mark.slow
-def test_an_answer_is_in_one_micro_batch_and_rewarded_for_each_digit(
-  monkeypatch,
-):
-  rl = load_example("rl_float16")
-  for count in 1, 4:
-    monkeypatch.setattr(rl, "MICRO_BATCHES", count)
-    parts = rl.to_micro_batches(np.arange(16))
-    assert parts.shape == (count, 16 // count)
-    assert sorted(parts.ravel().tolist()) == list(range(16))
-  texts = np.array([[rl.UP, 8, 9, 0, 1], [rl.DOWN, 1, 0, 0, 9]])
-  np.testing.assert_allclose(rl.reward(texts), [1, 2 / 3], rtol=1e-6)
