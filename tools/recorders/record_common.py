@@ -12,6 +12,7 @@ so this module imports the standard library alone.
 """
 
 from collections.abc import Callable, Mapping
+import itertools
 import json
 import math
 import pathlib
@@ -119,6 +120,27 @@ def record_exports(
     }
     for case, value in exported.items()
   ]
+
+
+def record_training(
+  name: str,
+  step: Callable[..., tuple[list[Any], Any]],
+  counts: Callable[[], dict[str, int]],
+) -> dict[str, Any]:
+  """Runs a step, which takes a batch and returns params and scale, on all."""
+  params, scales = [], []
+  for at in range(len(encoding.TRAINING_STEPS)):
+    (weights, bias), scale = step(*encoding.make_batch(at))
+    values = [*itertools.chain(*weights.tolist()), *bias.tolist()]
+    # Exact as float32.
+    params.append([float(f"{value:.9g}") for value in values])
+    scales.append(encoding.encode_scale(float(scale)))
+  return {
+    "name": name,
+    "scale": encoding.encode_runs(scales),
+    "params": params,
+    "counts": counts(),
+  }
 
 
 def record(

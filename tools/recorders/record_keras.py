@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import record_common as common
+from record_common import encoding
 
 
 @functools.cache
@@ -70,6 +71,46 @@ class LossScaleOptimizer(common.Scaler):
     self.assign(variables["step_counter"], variables["dynamic_scale"])
 
 
+def training(name, inner):
+  weights = keras.Variable(jnp.array(encoding.FIRST_WEIGHTS))
+  bias = keras.Variable(jnp.array(encoding.FIRST_BIAS))
+  optimizer = keras.optimizers.LossScaleOptimizer(
+    inner,
+    initial_scale=encoding.TRAINING_SCALE,
+    dynamic_growth_steps=encoding.TRAINING_WINDOW,
+  )
+  optimizer.build([weights, bias])
+  scale_at = [v.name for v in optimizer.variables].index("dynamic_scale")
+
+  @jax.jit
+  def step(params, variables, x, y):
+    def scaled_loss(params):
+      weights, bias = params
+      # As optimizer.scale_loss, with the scale of the state that is carried.
+      return jnp.mean((x @ weights + bias - y) ** 2) * variables[scale_at]
+
+    grads = jax.grad(scaled_loss)(params)
+    return optimizer.stateless_apply(variables, grads, params)
+
+  params = [weights.value, bias.value]
+  variables = [v.value for v in optimizer.variables]
+
+  def next_step(*batch):
+    nonlocal params, variables
+    params, variables = step(params, variables, *map(jnp.asarray, batch))
+    return params, variables[scale_at]
+
+  def counts():
+    at = [v is inner.iterations for v in optimizer.variables].index(True)
+    return {"iterations": int(variables[at])}
+
+  return common.record_training(name, next_step, counts)
+
+
+def decayed(rate):
+  return keras.optimizers.schedules.InverseTimeDecay(rate, 1, 0.125)
+
+
 if __name__ == "__main__":
   common.record(
     "keras",
@@ -78,4 +119,10 @@ if __name__ == "__main__":
     exports=common.record_exports(
       "keras", lambda saved: LossScaleOptimizer(saved["config"]).load(saved)
     ),
+    training=[
+      training("sgd, decayed", keras.optimizers.SGD(decayed(0.25))),
+      training(
+        "adam, decayed", keras.optimizers.Adam(decayed(0.0625), epsilon=1e-8)
+      ),
+    ],
   )

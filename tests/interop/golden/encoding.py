@@ -16,6 +16,23 @@ from typing import Any
 
 HERE = pathlib.Path(__file__).parent
 
+# The training runs: a linear model on a batch of 4, the overflowing steps with
+# an inf among the inputs.
+TRAINING_STEPS = "TFFTTFFFFFFTFFFFFTTTFFFFFFFFTF"
+TRAINING_WINDOW = 4
+TRAINING_SCALE = 2.0**10
+FIRST_WEIGHTS = [[-0.25, 0.25], [0.0, -0.25], [0.25, 0.0]]
+FIRST_BIAS = [0.0, 0.0]
+
+
+def make_batch(step: int) -> tuple[list[list[float]], list[list[float]]]:
+  rows = [(3 * step + i) % 11 for i in range(4)]
+  x = [[((7 * i + 3 * j) % 11 - 5) / 8 for j in range(3)] for i in rows]
+  y = [[((5 * i + 2 * k) % 7 - 3) / 4 for k in range(2)] for i in rows]
+  if TRAINING_STEPS[step] == "T":
+    x[0][0] = math.inf
+  return x, y
+
 
 def pack(steps: str) -> str:
   """'FFFFFFTFT' as 'F*6 TFT'."""
