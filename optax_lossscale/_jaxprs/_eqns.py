@@ -32,7 +32,6 @@ else:
   ClosedJaxpr = getattr(core, "ClosedJaxpr", core.Jaxpr)
 
 AnyJaxpr = core.Jaxpr | ClosedJaxpr
-Atom = core.Var | core.Literal  # an operand of an equation
 
 # Equations that only call their jaxpr with all of their inputs.
 _CALL_PRIMITIVES = {

@@ -73,8 +73,6 @@ def check_dependence(
   # A state may be returned as a list of leaves, which nothing identifies.
   results = [x for x in traced.outputs if x.kind in _outputs.RETURNED_KINDS]
   returned = frozenset().union(*(x.new_scales for x in states or results))
-  if not states and not returned:
-    return [NO_STATE]
   missing = {*ran_indices} - returned - _list_inner_updates(traced)
   if missing and not _counts_skips(runs):
     return [NO_STATE]

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from optax_lossscale import _arrays
-from optax_lossscale._jaxprs import _eqns, _walk
 from optax_lossscale.diagnostics import (
   _host_values,
   _outputs,
@@ -222,8 +221,8 @@ def _find_after_half_backward(traced: _tracing.TracedFunction) -> set[int]:
   )
   return traced.regions.find_outputs(
     [
-      visit.path
-      for visit in _walk.walk(traced.closed_jaxpr, _eqns.subjaxprs)
+      key
+      for key, visit in traced.regions.visits.items()
       if any(map(is_half, visit.eqn.outvars))
       and visit.stack_location.is_backward
     ]

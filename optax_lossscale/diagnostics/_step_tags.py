@@ -159,14 +159,11 @@ def _list_new_tags(
     The tags by the old ones; empty if no result that depends on gradients is
     the next value of an argument.
   """
-  arguments_by_tag: dict[str, set[int]] = {}
-  is_step = False
+  arguments_by_tag: dict[Any, set[int]] = {}
   for i, labels in enumerate(flow.labels):
-    arguments = flow.list_arguments(i)
-    is_step |= _entry_flow.AFTER_GRADIENT in labels and bool(arguments)
     for label in labels:
-      arguments_by_tag.setdefault(str(label), set()).update(arguments)
-  if not is_step:
+      arguments_by_tag.setdefault(label, set()).update(flow.list_arguments(i))
+  if not arguments_by_tag.get(_entry_flow.AFTER_GRADIENT):
     return {}
   tags = {
     name: tag
