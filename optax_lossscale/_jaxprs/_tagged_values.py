@@ -122,7 +122,7 @@ class _Harvester:
     harvested_eqns = [
       _HarvestedEqn([eqn])
       if returned_vars.intersection(eqn.outvars)
-      and self._get_capture(eqn) is not UNCHANGED
+      and self._get_capture(eqn) not in (None, UNCHANGED)
       else self._harvest_eqn(eqn, jaxpr, location)
       for eqn in jaxpr.eqns
     ]

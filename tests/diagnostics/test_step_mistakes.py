@@ -26,7 +26,7 @@ QUICK = (
   "never unscaled",
   "unscaled twice",
   "cast to float16 after unscaling",
-  "mask of finite gradients",
+  "nan_to_num of micro-batches",
   "clipped gradients",
   "skipped by an argument",
   "old state",
