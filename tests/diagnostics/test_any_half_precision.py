@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from optax_lossscale import diagnostics
-from optax_lossscale.diagnostics._precision import _float32_eqns
+from optax_lossscale.diagnostics._precision import _layers
 
 SIZE = 16
 KEY = jax.random.key(0)
@@ -211,4 +211,4 @@ def test_a_cast_rounds_unless_the_dtype_holds_all_numbers(
 ):
   x = jax.ShapeDtypeStruct((2,), old)
   (eqn,) = jax.make_jaxpr(lambda x: lax.convert_element_type(x, new))(x).eqns
-  assert _float32_eqns.is_rounding(eqn) is is_rounding
+  assert _layers.is_rounding(eqn) is is_rounding

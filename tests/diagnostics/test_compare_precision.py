@@ -24,7 +24,7 @@ from optax_lossscale.diagnostics import (
   _instrumented_program,
 )
 from optax_lossscale.diagnostics._precision import (
-  _float32_eqns,
+  _reference_program,
 )
 
 W = normal(8, 8, seed=0)
@@ -375,7 +375,7 @@ def test_numbers_are_rounded_as_by_a_conversion(dtype):
   x = np.concatenate([*random, next_ones, special])
   x = np.where(np.abs(x) < 2.0**-126, 0, x)  # XLA flushes what is subnormal.
   found = jax.jit(
-    functools.partial(_float32_eqns.round_to_dtype, dtype=np.dtype(dtype)),
+    functools.partial(_reference_program.round_to_dtype, dtype=np.dtype(dtype)),
     compiler_options=_instrumented_program.make_compiler_options(
       [jnp.ones(())]
     ),

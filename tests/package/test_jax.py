@@ -29,7 +29,10 @@ from optax_lossscale._jaxprs import (
   _weights,
 )
 from optax_lossscale.diagnostics import _dtype_limits
-from optax_lossscale.diagnostics._precision import _float32_eqns
+from optax_lossscale.diagnostics._precision import (
+  _layers,
+  _reference_program,
+)
 
 RECORD = pathlib.Path(__file__).with_name("jax_insides.json")
 X = jnp.ones((2, 2))
@@ -222,10 +225,10 @@ def names_in_tables():
     *_eqns._CANONICAL_NAMES.values(),
     *_primitives._FLOP_COUNTERS,
     *_dtype_limits.OVERFLOW_THRESHOLDS,
-    *_float32_eqns._EXACT,
-    *_float32_eqns._OPAQUE,
-    *_float32_eqns._REDUCERS,
-    *_float32_eqns.ACCUMULATING,
+    *_layers._EXACT,
+    *_reference_program._OPAQUE,
+    *_reference_program._REDUCERS,
+    *_reference_program._ACCUMULATING,
     "remat2",
   } - {"checkpoint"}  # Reports call the primitive so.
 

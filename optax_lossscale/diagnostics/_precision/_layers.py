@@ -1,8 +1,9 @@
-"""The layers of a program, and statistics of the arrays that they round.
+"""The layers of a program that round, and statistics of what they round.
 
 A layer has the operations at one location, in the forward or in the backward
-pass: a matmul and its bias, a normalization, a sum. The statistics of a layer
-show whether the arrays that it rounds overflow or underflow.
+pass: a matmul and its bias, a normalization, a sum. Which equations round is
+decided by their types alone. The statistics of a layer show whether the arrays
+that it rounds overflow or underflow.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +25,21 @@ from optax_lossscale._jaxprs import (
   _walk,
 )
 from optax_lossscale.diagnostics import _dtype_limits, _host_values, _reports
-from optax_lossscale.diagnostics._precision import _float32_eqns
+
+# These return entries of their operands, or exact functions of them, so they do
+# not round.
+_EXACT = (
+  _primitives.DATA_MOVEMENT
+  | _primitives.BROADCASTING
+  | _primitives.PERMUTING_COLLECTIVES
+  | {
+    "abs", "all_gather", "clamp", "concatenate", "cummax", "cummin",
+    "device_put", "dynamic_slice", "dynamic_update_slice", "gather", "get",
+    "max", "min", "neg", "pad", "pmax", "pmin", "reduce_max", "reduce_min",
+    "reduce_window_max", "reduce_window_min", "reshard", "scatter", "select_n",
+    "sign", "sort", "split", "stop_gradient", "swap", "top_k", "unstack",
+  }
+)  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -133,28 +148,71 @@ def list_rounding_layers(closed_jaxpr: _eqns.ClosedJaxpr) -> list[Layer]:
     _higher_order.parse_higher_order(eqn)
   )
   visits = _walk.walk(closed_jaxpr, get_bodies, only_live=True)
-  return group_by_layer(filter(_is_rounding, visits), _get_half_dtype)
+  return group_by_layer(filter(_has_own_rounding, visits), _get_half_dtype)
 
 
 def _get_half_dtype(eqn: core.JaxprEqn) -> Any:
   """Return the dtype of an operand of a matmul, or of a result."""
   is_matmul = _primitives.is_matmul(eqn)
   atoms: Sequence[Any] = eqn.invars if is_matmul else eqn.outvars
-  return next(v.aval.dtype for v in atoms if _float32_eqns.is_half(v.aval))
+  return next(v.aval.dtype for v in atoms if is_half(v.aval))
 
 
-def _is_rounding(visit: _walk.EqnVisit) -> bool:
+def _has_own_rounding(visit: _walk.EqnVisit) -> bool:
   """Return whether an equation rounds, other than those that it contains.
 
   The casts of `autocast` are left out, since its matmuls round their operands.
   """
   return (
-    _float32_eqns.is_rounding(visit.eqn)
+    is_rounding(visit.eqn)
     and visit.hop is None
     and (
       _primitives.is_matmul(visit.eqn)
       or visit.stack_location.autocast_dtype is None
     )
+  )
+
+
+def is_half(x: Any) -> bool:
+  """Return whether an array, or a type, is in half precision."""
+  dtype = getattr(x, "dtype", None)
+  return dtype is not None and not _eqns.is_ref(x) and is_half_dtype(dtype)
+
+
+def is_half_dtype(dtype: Any) -> bool:
+  """Return whether a dtype is a float dtype of less than 32 bits."""
+  return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+
+
+def has_half(eqn: core.JaxprEqn) -> bool:
+  """Return whether an operand or a result is in half precision."""
+  return any(is_half(v.aval) for v in [*eqn.invars, *eqn.outvars])
+
+
+def is_rounding(eqn: core.JaxprEqn) -> bool:
+  """Return whether an equation returns other numbers than in float32.
+
+  An equation that only moves half-precision numbers does not.
+  """
+  name = eqn.primitive.name
+  # JAX allocates an array by "empty", or "empty2".
+  is_exact = name in _EXACT or name.startswith("empty")
+  if is_exact or not any(is_half(v.aval) for v in eqn.outvars):
+    return _primitives.is_matmul(eqn) and has_half(eqn)
+  if name == "convert_element_type":
+    return not _is_exact_cast(eqn.invars[0].aval, eqn.outvars[0].aval)
+  return not _primitives.is_noop_reduce_precision(eqn)
+
+
+def _is_exact_cast(old: Any, new: Any) -> bool:
+  """Return whether a half-precision type holds all numbers of another type."""
+  if not is_half(old):
+    return old.dtype == bool
+  old_info, new_info = jnp.finfo(old.dtype), jnp.finfo(new.dtype)
+  return (
+    old_info.nmant <= new_info.nmant
+    and old_info.max <= new_info.max
+    and old_info.smallest_subnormal >= new_info.smallest_subnormal
   )
 
 

@@ -4,7 +4,9 @@ The input is the jaxpr of a function, after any transformations. Three programs
 are made from it:
 
 * The program as trained.
-* The *reference*: all arrays in half precision are in float32. A run can
+* The *reference*: all arrays in half precision are in float32: float16,
+  bfloat16 and float8. An equation is evaluated with float32 operands, and with
+  float32 in place of each half-precision dtype among its parameters. A run can
   perturb operands in the last bits, which shows by how much the program
   amplifies roundings. It costs about as much to compile as the first.
 * The *measuring* program: the reference with a flag for each layer. If the flag
@@ -33,15 +35,29 @@ from optax_lossscale.diagnostics import (
   _instrumented_program,
   _tracing,
 )
-from optax_lossscale.diagnostics._precision import (
-  _float32_eqns,
-  _layers,
-)
+from optax_lossscale.diagnostics._precision import _layers
 
 # The fourth last bit of the mantissa: flipping it changes a number by a
 # relative 2**-20 at most.
 _PERTURBED_BIT = 8
 PERTURBATION = 2.0**-20
+# These add or multiply many numbers, and may round after each of them.
+_ACCUMULATING = _primitives.SCATTER_REDUCTIONS | {
+  "cumlogsumexp", "cumprod", "cumsum", "psum", "psum_invariant", "reduce",
+  "reduce_prod", "reduce_scatter", "reduce_sum", "reduce_window",
+  "reduce_window_sum", "select_and_scatter_add",
+}  # fmt: skip
+# These depend on the bits or the spacing of their operands, or call code that
+# JAX does not trace.
+_OPAQUE = {
+  "bitcast_convert_type", "ffi_call", "io_callback", "nextafter",
+  "pure_callback", "reduce_precision",
+}  # fmt: skip
+# The jaxprs of these combine two numbers, so they can be traced for float32.
+_REDUCERS = {
+  "reduce", "reduce_window", "scatter", "scatter-add", "scatter-mul",
+  "scatter-max", "scatter-min", "scatter-sub", "select_and_scatter",
+}  # fmt: skip
 
 
 class RunResult(NamedTuple):
@@ -86,7 +102,7 @@ class ReferenceProgram:
       stats = {i: _layers.make_empty_stats() for i, _ in enumerate(layers)}
       evaluator = _ReferenceEvaluator(run_inputs, layers, self.limitations)
       frame = _state_threading.Frame(closed_jaxpr)
-      inputs = list(map(_float32_eqns.upcast, inputs))
+      inputs = list(map(_upcast, inputs))
       outs = evaluator.eval_jaxpr(frame, inputs, stats)
       return RunResult(dict(zip(output_indices, outs, strict=True)), stats)
 
@@ -151,7 +167,7 @@ class _ReferenceEvaluator(_state_threading.StateThreader):
     super().__init__(run_inputs)
     self._layers, self._limitations = layers, limitations
     self._has_flags = bool(run_inputs.half_flags.size)
-    self._half_search = _walk.EqnSearch(_float32_eqns.has_half, _eqns.subjaxprs)
+    self._half_search = _walk.EqnSearch(_layers.has_half, _eqns.subjaxprs)
     self._layer_by_path = {
       visit.path: i for i, x in enumerate(layers) for visit in x.visits
     }
@@ -174,7 +190,7 @@ class _ReferenceEvaluator(_state_threading.StateThreader):
     return jax.tree.map(lambda x: jnp.max(x, 0), device_states)
 
   def lift_const(self, value: Any) -> Any:
-    return _float32_eqns.upcast(value)
+    return _upcast(value)
 
   def eval_eqn(
     self,
@@ -189,13 +205,13 @@ class _ReferenceEvaluator(_state_threading.StateThreader):
     layer = self._layer_by_path.get(visit.path)
     if _primitives.is_matmul(eqn):
       inputs = self._change_operands(eqn, layer, inputs, state)
-    outs = _float32_eqns.eval_in_float32(eqn, inputs)
+    outs = _eval_in_float32(eqn, inputs)
     if outs is None:
       self._report_opaque(visit)
-      return _float32_eqns.eval_as_written(eqn, inputs)
+      return _eval_as_written(eqn, inputs)
     half_outs: Sequence[Any] = [None] * len(outs)
-    if eqn.primitive.name in _float32_eqns.ACCUMULATING and self._has_flags:
-      half_outs = _float32_eqns.eval_as_written(eqn, inputs)
+    if eqn.primitive.name in _ACCUMULATING and self._has_flags:
+      half_outs = _eval_as_written(eqn, inputs)
     return [
       self._round(x, v.aval, layer, state, half_out)
       for x, v, half_out in zip(outs, eqn.outvars, half_outs, strict=True)
@@ -214,7 +230,7 @@ class _ReferenceEvaluator(_state_threading.StateThreader):
       # `autocast` casts the operands for this matmul alone.
       pairs = zip((lhs, rhs), eqn.invars, strict=False)
       lhs, rhs = (self._round(x, v.aval, layer, state) for x, v in pairs)
-    if not self._has_flags and _float32_eqns.is_float32(lhs):
+    if not self._has_flags and _is_float32(lhs):
       lhs = _flip_bits(lhs, self.shared.flipped_bits)
     return [lhs, rhs, *others]
 
@@ -238,28 +254,26 @@ class _ReferenceEvaluator(_state_threading.StateThreader):
     Returns:
       The array.
     """
-    if layer is None or not _float32_eqns.is_half(aval):
+    if layer is None or not _layers.is_half(aval):
       return x
     limits = _dtype_limits.get_cast_thresholds(aval.dtype)
     state[layer] = _layers.add_array(state[layer], x, limits)
     if not self._has_flags:
       return x
     if rounded is None:
-      rounded = _float32_eqns.round_to_dtype(x, aval.dtype)
+      rounded = round_to_dtype(x, aval.dtype)
     # A select is cheaper to compile than a branch around each operation.
     return jnp.where(self.shared.half_flags[layer], rounded, x)
 
   def _contains_half(self, eqn: core.JaxprEqn) -> bool:
     """Return whether an equation has half precision, or contains some."""
-    return _float32_eqns.has_half(eqn) or self._half_search.any_inside(eqn)
+    return _layers.has_half(eqn) or self._half_search.any_inside(eqn)
 
   def _report_opaque(self, visit: _state_threading.Visit) -> None:
     """Record that an equation was evaluated in half precision."""
     eqn, frame = visit.eqn, visit.frame
     is_bitcast = eqn.primitive.name == "bitcast_convert_type"
-    if is_bitcast and not any(
-      _float32_eqns.is_half(v.aval) for v in eqn.invars
-    ):
+    if is_bitcast and not any(_layers.is_half(v.aval) for v in eqn.invars):
       return  # Random bits, for example, which are not rounded.
     location = frame.location.locate(eqn, frame.closed_jaxpr.jaxpr)
     name = _eqns.get_primitive_name(eqn)
@@ -282,3 +296,88 @@ def _flip_bits(x: Any, flipped_bits: Any) -> Any:
   bits = lax.bitcast_convert_type(x, jnp.uint32)
   bits = bits ^ jnp.where(is_changeable, flipped_bits, jnp.uint32(0))
   return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _upcast(x: Any) -> Any:
+  """Cast an array to float32 if it is in half precision."""
+  return jnp.asarray(x, jnp.float32) if _layers.is_half(x) else x
+
+
+def _eval_in_float32(
+  eqn: core.JaxprEqn, inputs: Sequence[Any]
+) -> Sequence[Any] | None:
+  """Evaluate an equation of half precision in float32.
+
+  Args:
+    eqn: the equation.
+    inputs: its operands, in float32 in place of half precision.
+
+  Returns:
+    Its results, likewise; None if the equation can't be evaluated in float32:
+    see :func:`_eval_as_written`.
+  """
+  name = eqn.primitive.name
+  # JAX inserts one before values that a checkpoint saves.
+  if _primitives.is_noop_reduce_precision(eqn):
+    return inputs
+  if name in _OPAQUE:
+    return None
+  if _primitives.is_matmul(eqn) and all(_is_float32(x) for x in inputs[:2]):
+    # With the default precision, TPUs multiply in bfloat16 and some GPUs in
+    # TensorFloat-32.
+    highest = lax.Precision.HIGHEST, lax.Precision.HIGHEST
+    eqn = _primitives.replace_result_dtype(eqn, jnp.float32, precision=highest)
+  elif name in _REDUCERS:
+    eqn = _eqns.map_subjaxprs(eqn, _retrace_in_float32)
+  elif next(_eqns.subjaxprs(eqn), None) or _eqns.get_hi_primitive(eqn):
+    return None
+  as_float32 = lambda dtype: (
+    jnp.float32 if _layers.is_half_dtype(dtype) else dtype
+  )
+  return _eqns.eqn_as_fun(_primitives.map_dtypes(eqn, as_float32))(*inputs)
+
+
+def _is_float32(x: Any) -> bool:
+  """Return whether an array is in float32."""
+  return getattr(x, "dtype", None) == jnp.float32
+
+
+def _retrace_in_float32(jaxpr: _eqns.AnyJaxpr) -> _eqns.AnyJaxpr:
+  closed_jaxpr = _eqns.close_jaxpr(jaxpr)
+  invars: list[Any] = closed_jaxpr.jaxpr.invars
+  avals = [
+    jax.ShapeDtypeStruct(v.aval.shape, jnp.float32)
+    if _layers.is_half(v.aval)
+    else v.aval
+    for v in invars
+  ]
+  new_jaxpr: Any = jax.make_jaxpr(core.jaxpr_as_fun(closed_jaxpr))(*avals)
+  return new_jaxpr if isinstance(jaxpr, _eqns.ClosedJaxpr) else new_jaxpr.jaxpr
+
+
+def _eval_as_written(eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+  """Evaluate an equation in the half precision that it is written in.
+
+  Args:
+    eqn: the equation.
+    inputs: its operands, in float32 in place of half precision.
+
+  Returns:
+    Its results, likewise.
+  """
+  pairs: Any = zip(inputs, eqn.invars, strict=True)
+  args = [
+    x.astype(v.aval.dtype) if _layers.is_half(v.aval) else x for x, v in pairs
+  ]
+  return list(map(_upcast, _eqns.eqn_as_fun(eqn)(*args)))
+
+
+def round_to_dtype(x: Any, dtype: np.dtype) -> Any:
+  """Round a float32 array to a dtype.
+
+  The program must be compiled without excess precision, since XLA drops a cast
+  to the dtype and back otherwise.
+  """
+  return lax.convert_element_type(
+    lax.convert_element_type(x, dtype), jnp.float32
+  )
