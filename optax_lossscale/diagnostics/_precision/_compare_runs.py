@@ -4,10 +4,12 @@
    and, if an error is large, with perturbed operands. An error that any
    rounding causes is expected.
 2. If an error is large, run the function as trained with other loss scales: an
-   underflow ends with a higher one.
+   overflow of the backward pass ends with a lower one, an underflow with a
+   higher one.
 3. Run it with one layer in half precision, for each layer. The *effect* of a
    layer is the error of each array then. ``check_step`` omits this if the error
-   is small. After an overflow, the magnitudes of the layers explain it.
+   is small, or another loss scale helps. After an overflow, the magnitudes of
+   the layers explain it.
 4. Report the errors, and the layers or the loss scale that cause them.
 """
 
@@ -79,12 +81,15 @@ def compare_runs(
   )
   if not indices or not (layers or further_outputs):
     return None
+  has_overflow = not _host_values.all_finite(
+    step_runs.base.outs[i] for i in indices
+  )
+  log2_decrease = 0
+  if has_overflow and traced.scale_indices:
+    log2_decrease = _find_log2_decrease(step_runs, indices)
   matmul_layers: list[_layers.Layer] = []
-  # The magnitudes of the matmuls explain an overflow.
-  if not (
-    measures_all
-    or _host_values.all_finite(step_runs.base.outs[i] for i in indices)
-  ):
+  # If no loss scale helps, the magnitudes of the matmuls explain an overflow.
+  if has_overflow and not (measures_all or log2_decrease):
     matmul_layers = [x for x in layers if x.has_matmul]
   program = _reference_program.ReferenceProgram(
     traced, [*indices, *further_outputs], matmul_layers
@@ -99,7 +104,13 @@ def compare_runs(
     if errors.as_trained.is_finite and not errors.as_trained.is_zero:
       rows = _layers.make_rows(matmul_layers, reference.stats)
       causes = _find_causes(
-        step_runs, errors, layers, rows, progress, measures_all
+        step_runs,
+        errors,
+        layers,
+        rows,
+        progress,
+        log2_decrease=log2_decrease,
+        measures_all=measures_all,
       )
     report = _make_report(traced, errors, causes, layers, program.limitations)
   return ComparisonResult(
@@ -167,6 +178,8 @@ def _find_causes(
   layers: Sequence[_layers.Layer],
   matmul_rows: Sequence[_reports.LayerPrecision],
   progress: _progress.ProgressLine,
+  *,
+  log2_decrease: int,
   measures_all: bool,
 ) -> _limits.Causes:
   """Return what causes large errors: the loss scale, or layers.
@@ -178,13 +191,16 @@ def _find_causes(
     matmul_rows: the magnitudes of those with matmuls, if these were measured
       because of an overflow.
     progress: shows how far it is.
+    log2_decrease: log2 of the decrease of the loss scale that ends an overflow;
+      0 if none does.
     measures_all: whether to measure the layers although all errors are small.
   """
   effects, eps = errors.compute_effects(), errors.eps
   is_inaccurate = bool(_limits.find_large_errors(effects, eps).any())
-  log2_change = 0
-  if is_inaccurate and step_runs.traced.scale_indices:
-    log2_change = _find_scale_change(step_runs, errors)
+  log2_change = -log2_decrease
+  can_underflow = is_inaccurate and np.isfinite(effects).all()
+  if can_underflow and not log2_decrease and step_runs.traced.scale_indices:
+    log2_change = _find_log2_increase(step_runs, errors)
   measured = _MeasuredLayers()
   if matmul_rows:
     overflowing = [row for row in matmul_rows if row.overflows]
@@ -215,29 +231,44 @@ def _find_causes(
   return causes
 
 
-def _find_scale_change(
+def _find_log2_decrease(
+  step_runs: _step_runs.StepRuns, indices: Sequence[int]
+) -> int:
+  """Return log2 of a decrease of the loss scale that ends an overflow, or 0.
+
+  Args:
+    step_runs: the runs of the function as trained.
+    indices: the indices of the outputs that must be finite.
+  """
+
+  def is_finite(log2_decrease: int) -> bool:
+    if not step_runs.has_finite_grads_at(log2_decrease):
+      return False
+    run = step_runs.run_with_factor(2.0**-log2_decrease)
+    return _host_values.all_finite(run.outs[i] for i in indices)
+
+  return _step_runs.find_log2_decrease(is_finite) or 0
+
+
+def _find_log2_increase(
   step_runs: _step_runs.StepRuns, errors: _MeasuredErrors
 ) -> int:
-  """Return log2 of a factor on the loss scale that helps; 0 if none does."""
+  """Return log2 of an increase of the loss scale that reduces errors, or 0."""
 
-  def measure_at(log2_factor: int) -> np.ndarray:
-    run = step_runs.run_with_factor(2.0**log2_factor)
+  def measure_at(log2_increase: int) -> np.ndarray:
+    run = step_runs.run_with_factor(2.0**log2_increase)
     unscaled_outs = [
       # With `grads_are_scaled`, an `update` receives gradients times the scale.
-      x * np.asarray(2.0**-log2_factor, x.dtype)
+      x * np.asarray(2.0**-log2_increase, x.dtype)
       if output.tag_kind == "scaled_grads"
       else x
       for output, x in zip(run.traced.outputs, run.outs, strict=True)
     ]
     return errors.comparison.measure_effects(unscaled_outs, errors.noise_mask)
 
-  effects = errors.compute_effects()
-  if np.isfinite(effects).all():
-    return _limits.find_log2_increase(effects, measure_at, errors.eps)
-  is_finite = lambda x: (
-    step_runs.has_finite_grads_at(x) and bool(np.isfinite(measure_at(-x)).all())
+  return _limits.find_log2_increase(
+    errors.compute_effects(), measure_at, errors.eps
   )
-  return -(_step_runs.find_log2_decrease(is_finite) or 0)
 
 
 class _MeasuredLayers(NamedTuple):

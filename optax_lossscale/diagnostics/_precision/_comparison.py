@@ -41,8 +41,8 @@ class PrecisionComparison(_reports.PrintedReport):
       alike, each such key of this tree is quoted, as in ``'a/b'/w``.
     layers: a :class:`LayerPrecision` for each layer and pass that rounds to
       half precision, the one with the largest isolated error first.
-      :func:`check_step` measures layers only if an error is large, and after
-      an overflow only those that overflow.
+      :func:`check_step` measures layers only if an error is large and no other
+      loss scale helps, and after an overflow only those that overflow.
     limitations: the parts of the program that were not analyzed, in sentences.
     ill_conditioned_arrays: the names of arrays with an error that is expected
       of any rounding to this dtype, since the function amplifies roundings, and
