@@ -4,6 +4,7 @@ from helpers import parametrize_slow, train_steps
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
@@ -227,3 +228,18 @@ def test_the_array_that_keeps_least_of_its_change_is_named():
   )
   assert sentence.startswith("arrays stored in bfloat16 change as in float32;")
   assert "args[3]['v'] keeps least, 99%" in sentence
+
+
+@pytest.mark.slow
+def test_an_average_is_checked_next_to_a_step_in_float32():
+  """No gradient depends on half precision, so errors are not compared."""
+
+  @jax.jit
+  def step(w, average):
+    w = w - 0.1 * jax.grad(lambda w: jnp.mean((X @ w) ** 2))(w)
+    return w, (0.9999 * average + 1e-4 * w).astype(BF16)
+
+  check = check_step(step, PARAMS["w"], cast(1.05 * PARAMS["w"]))
+  assert check.comparison is None
+  (problem,) = check.problems
+  assert "An average of parameters stored in bfloat16" in problem.cause
