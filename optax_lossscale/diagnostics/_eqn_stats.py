@@ -106,12 +106,9 @@ def measure(x: Any) -> tuple[Any, Any, Any]:
 
   # Compute all three in one variadic reduction, since XLA would compile a loop
   # for each of three.
-  def combine(lhs: Any, rhs: Any) -> Any:
-    (a, b, c), (d, e, f) = lhs, rhs
-    return a | d, b | e, lax.max(c, f)
-
   operands = jnp.isinf(x), jnp.isnan(x), magnitudes
   identities = np.False_, np.False_, np.zeros((), dtype)
+  combine = functools.partial(jax.tree.map, lax.max)
   return lax.reduce(operands, identities, combine, tuple(range(x.ndim)))
 
 
