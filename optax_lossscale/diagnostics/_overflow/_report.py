@@ -46,9 +46,6 @@ class Context(NamedTuple):
   has_zero_grads: bool = False
 
 
-NO_CONTEXT = Context()
-
-
 @dataclasses.dataclass(frozen=True)
 class Overflow(_reports.PrintedReport):
   """The operation that first returned an inf or a NaN, and how to fix it.
@@ -103,7 +100,7 @@ class Overflow(_reports.PrintedReport):
   other_origins: tuple["Overflow", ...] = ()
   in_autocast: bool = False
   scale_factor: float | None = None
-  _context: Context = dataclasses.field(default=NO_CONTEXT, repr=False)
+  _context: Context = dataclasses.field(default_factory=Context, repr=False)
 
   @property
   def fix(self) -> str:
