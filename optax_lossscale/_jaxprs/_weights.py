@@ -142,9 +142,11 @@ class JaxprWeights:
   def get_call_paths(self, eqn: core.JaxprEqn) -> "CallPaths":
     """Return the cached paths of an equation."""
     if eqn not in self._call_paths:
-      inputs = self.get_paths(eqn.invars)
-      outputs = _get_paths(self._gradient_paths, eqn.outvars)
-      self._call_paths[eqn] = _split_call_paths(eqn, inputs, outputs)
+      self._call_paths[eqn] = _split_call_paths(
+        eqn,
+        self.get_paths(eqn.invars),
+        _get_paths(self._gradient_paths, eqn.outvars),
+      )
     return self._call_paths[eqn]
 
   def _propagate_forward(self, eqn: core.JaxprEqn) -> None:

@@ -112,14 +112,12 @@ def measure(x: Any) -> tuple[Any, Any, Any]:
   return lax.reduce(operands, identities, combine, tuple(range(x.ndim)))
 
 
+@jax.jit
 def is_finite(x: Any) -> Any:
   """Return whether all entries are finite; bool[]."""
   # A checkpoint policy offloads values that were checked where they were made.
-  return jnp.bool_(True) if _is_in_host_memory(jax.typeof(x)) else _is_finite(x)
-
-
-@jax.jit
-def _is_finite(x: Any) -> Any:
+  if _is_in_host_memory(jax.typeof(x)):
+    return jnp.bool_(True)
   return jnp.isfinite(_arrays.upcast_for_reduction(x)).all()
 
 
