@@ -239,7 +239,9 @@ def test_an_average_is_checked_next_to_a_step_in_float32():
     w = w - 0.1 * jax.grad(lambda w: jnp.mean((X @ w) ** 2))(w)
     return w, (0.9999 * average + 1e-4 * w).astype(BF16)
 
-  check = check_step(step, PARAMS["w"], cast(1.05 * PARAMS["w"]))
+  check = diagnostics.check_step(
+    step, PARAMS["w"], cast(1.05 * PARAMS["w"]), progress=False
+  )
   assert check.comparison is None
   (problem,) = check.problems
   assert "An average of parameters stored in bfloat16" in problem.cause
