@@ -136,3 +136,16 @@ def test_a_key_that_a_skipped_step_used_may_be_used_again(
       keys.append(state.inner_state)
   first, second, third = map(jax.random.key_data, keys)
   assert has_same_bits(first, second) and not has_same_bits(second, third)
+
+
+def test_a_key_that_no_update_uses_is_still_unused_after_a_step():
+  def fold_in(grads, key, params=None):
+    noise_key = jax.random.fold_in(key, 1)
+    return grads + jax.random.normal(noise_key, grads.shape), key
+
+  key, grads = jax.random.key(0), jnp.ones(2)
+  inner = optax.GradientTransformation(lambda params: key, fold_in)
+  tx = ols.with_loss_scaling(inner, check_updates=True)
+  with jax.debug_key_reuse(True):
+    jax.jit(tx.update)(grads, tx.init(grads))
+    jax.random.split(key)
