@@ -13,7 +13,6 @@ from optax_lossscale import _arrays
 from optax_lossscale.diagnostics import (
   _carried_arrays,
   _problems,
-  _progress,
   _reports,
   _tracing,
   _wiring,
@@ -168,7 +167,7 @@ def check_step(
 
 def _run_reports(
   traced: _tracing.TracedFunction,
-  progress: _progress.ProgressLine,
+  progress: _tracing.ProgressLine,
 ) -> _problems.Results:
   """Run all reports on a step."""
   # The step is run, so it need not be said that a branch may not be taken.

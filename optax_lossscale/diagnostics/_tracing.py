@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import contextlib
 import functools
 import inspect
+import sys
+import time
 from typing import Any, NamedTuple
 
 import jax
@@ -26,9 +28,11 @@ from optax_lossscale._jaxprs import (
 from optax_lossscale.diagnostics import (
   _flat_call,
   _outputs,
-  _progress,
   _step_tags,
 )
+
+# A function that is faster shows no progress.
+_DELAY_SECONDS = 1.0
 
 
 class TracedFunction(NamedTuple):
@@ -97,6 +101,44 @@ class TracedFunction(NamedTuple):
     return self._replace(closed_jaxpr=closed_jaxpr, outputs=outputs)
 
 
+class ProgressLine:
+  """Shows which program a slow function compiles or runs, after a second.
+
+  On a terminal, each line replaces the line before, and :meth:`close` erases
+  the last one. Elsewhere, such as in a log file, all lines remain.
+
+  Args:
+    caller: the name of the public function, with which each line begins.
+    is_enabled: whether to write anything.
+  """
+
+  def __init__(self, caller: str, is_enabled: bool) -> None:
+    self._caller = caller
+    self._is_enabled = is_enabled
+    self._start_time = time.monotonic()
+    self._line_width = 0
+
+  def set_description(self, description: str) -> None:
+    """Write what begins now, and the time since the start."""
+    elapsed = time.monotonic() - self._start_time
+    if self._is_enabled and elapsed >= _DELAY_SECONDS:
+      self._write_line(f"{self._caller}: {description}, {elapsed:.0f} s")
+
+  def close(self) -> None:
+    """Erase the line on a terminal."""
+    if self._line_width:
+      self._write_line("")
+
+  def _write_line(self, line: str) -> None:
+    if sys.stderr.isatty():
+      # The spaces cover the rest of a longer line.
+      padded_line = line.ljust(self._line_width)
+      print(padded_line, end="\r", file=sys.stderr, flush=True)
+      self._line_width = len(line)
+    else:
+      print(line, file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
 def trace_on_host(
   caller: str,
@@ -105,7 +147,7 @@ def trace_on_host(
   kwargs: Any,
   *,
   progress: bool,
-) -> Iterator[tuple[TracedFunction, _progress.ProgressLine]]:
+) -> Iterator[tuple[TracedFunction, ProgressLine]]:
   """Trace a function, and set the context in which to run its jaxpr.
 
   In the context, JAX raises neither on NaN or inf nor if a random key is used
@@ -125,9 +167,7 @@ def trace_on_host(
     TypeError: see :func:`trace`.
   """
   with (
-    contextlib.closing(
-      _progress.ProgressLine(caller, progress)
-    ) as progress_line,
+    contextlib.closing(ProgressLine(caller, progress)) as progress_line,
     jax.debug_nans(False),
     jax.debug_infs(False),
     jax.debug_key_reuse(False),

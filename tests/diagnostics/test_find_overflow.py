@@ -25,7 +25,7 @@ import optax_lossscale as ols
 from optax_lossscale import diagnostics
 from optax_lossscale._jaxprs import _source_info
 from optax_lossscale.diagnostics import (
-  _progress,
+  _tracing,
   find_overflow,
 )
 
@@ -260,7 +260,7 @@ def test_each_run_calls_a_callback_with_a_result():
 
 
 def test_on_a_terminal_each_line_replaces_the_line_before(capsys, monkeypatch):
-  monkeypatch.setattr(_progress, "_DELAY_SECONDS", -1)
+  monkeypatch.setattr(_tracing, "_DELAY_SECONDS", -1)
   monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
   find_overflow(lambda x: x * 60000, X)
   first, second, erased, _ = capsys.readouterr().err.split("\r")

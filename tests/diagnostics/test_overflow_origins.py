@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from optax_lossscale._jaxprs import _eqns
-from optax_lossscale.diagnostics import _progress, find_overflow
+from optax_lossscale.diagnostics import _tracing, find_overflow
 from optax_lossscale.diagnostics._overflow import _origins
 
 X = jnp.linspace(-2, 2, 8, dtype=jnp.float16).reshape(2, 4)
@@ -260,7 +260,7 @@ def test_a_carry_that_begins_as_inf_hides_no_fault():
 def test_a_limited_number_of_later_operations_is_measured(monkeypatch, capsys):
   """It would take long to compile otherwise."""
   monkeypatch.setattr(_origins, "_MAX_MEASURED", 20)
-  monkeypatch.setattr(_progress, "_DELAY_SECONDS", -1)
+  monkeypatch.setattr(_tracing, "_DELAY_SECONDS", -1)
   hit = find_overflow(attend(60000), jnp.stack([QUERY] * 4))
   assert hit.eqn_path == "scan[2]/mul"
   (count,) = re.findall(r"measuring (\d+) op", capsys.readouterr().err)

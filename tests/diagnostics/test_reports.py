@@ -12,7 +12,7 @@ import pytest
 
 import optax_lossscale as ols
 from optax_lossscale.diagnostics import (
-  _progress,
+  _tracing,
   check_step,
   compare_precision,
   count_flops,
@@ -163,9 +163,9 @@ def test_progress_is_shown_only_if_it_takes_long(
   fun = jax.jit(lambda x: lax.scan(lambda x, _: (x * 60000, x), x, None, 2))
   x = jnp.ones(4, jnp.float16)
   report(fun, x, progress=False)  # The compiled programs are cached.
-  monkeypatch.setattr(_progress, "_DELAY_SECONDS", 60)
+  monkeypatch.setattr(_tracing, "_DELAY_SECONDS", 60)
   report(fun, x)
-  monkeypatch.setattr(_progress, "_DELAY_SECONDS", -1)
+  monkeypatch.setattr(_tracing, "_DELAY_SECONDS", -1)
   report(fun, x, progress=False)
   assert capsys.readouterr() == ("", "")
   report(fun, x)

@@ -18,7 +18,6 @@ from optax_lossscale._jaxprs import _regions, _source_info
 from optax_lossscale.diagnostics import (
   _host_values,
   _instrumented_program,
-  _progress,
   _step_runs,
   _tracing,
 )
@@ -145,7 +144,7 @@ class SearchResult(NamedTuple):
 
 def search_traced(
   traced: _tracing.TracedFunction,
-  progress: _progress.ProgressLine,
+  progress: _tracing.ProgressLine,
   *,
   ignores_metrics: bool = False,
 ) -> SearchResult:
@@ -231,7 +230,7 @@ def _find_relevant_origins(
   program: _instrumented_program.InstrumentedProgram,
   record: _instrumented_program.RunRecord,
   bad_outputs: list[int],
-  progress: _progress.ProgressLine,
+  progress: _tracing.ProgressLine,
 ) -> list[_origins.Origin]:
   """Return the origins to report; those that reach an ``update`` come first.
 

@@ -22,7 +22,6 @@ from optax_lossscale.diagnostics import (
   _eqn_stats,
   _host_values,
   _instrumented_program,
-  _progress,
   _tracing,
 )
 
@@ -61,7 +60,7 @@ def find_origins(
   program: _instrumented_program.InstrumentedProgram,
   record: _instrumented_program.RunRecord,
   bad_outputs: list[int],
-  progress: _progress.ProgressLine,
+  progress: _tracing.ProgressLine,
 ) -> list[Origin]:
   """Find the origins of nonfinite outputs.
 

@@ -24,7 +24,6 @@ import numpy as np
 
 from optax_lossscale.diagnostics import (
   _host_values,
-  _progress,
   _reports,
   _step_runs,
   _tracing,
@@ -56,7 +55,7 @@ class ComparisonResult(NamedTuple):
 
 def compare_runs(
   step_runs: _step_runs.StepRuns,
-  progress: _progress.ProgressLine,
+  progress: _tracing.ProgressLine,
   *,
   measures_all: bool,
   further_outputs: Sequence[int] = (),
@@ -177,7 +176,7 @@ def _find_causes(
   errors: _MeasuredErrors,
   layers: Sequence[_layers.Layer],
   matmul_rows: Sequence[_reports.LayerPrecision],
-  progress: _progress.ProgressLine,
+  progress: _tracing.ProgressLine,
   *,
   log2_decrease: int,
   measures_all: bool,
@@ -292,7 +291,7 @@ def _measure_layers(
   traced: _tracing.TracedFunction,
   layers: Sequence[_layers.Layer],
   noise_mask: np.ndarray,
-  progress: _progress.ProgressLine,
+  progress: _tracing.ProgressLine,
 ) -> _MeasuredLayers:
   """Run a function once for each layer, with this layer in half precision."""
   program = _reference_program.ReferenceProgram(
