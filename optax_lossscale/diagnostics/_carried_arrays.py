@@ -62,7 +62,8 @@ _FIXES = {
 
 # An array that keeps less of its change is reported. Sound ones keep half.
 _MIN_KEPT = 0.25
-# The largest relative distance of two arrays that compensate each other.
+# The largest relative distance of two arrays that compensate each other, and of
+# a parameter and its new value.
 _TOLERANCE = 0.25
 # Two arrays are equal in float32 if they differ by less than this fraction.
 _EQUAL = 1e-5
@@ -140,14 +141,18 @@ def select_half(
 
 
 def _is_rounded(run: _step_runs.Run, carried: Carried) -> bool:
-  """Return whether half precision holds a parameter in float32 that changes."""
+  """Return whether half precision holds the new value of a float32 parameter.
+
+  In a loop that computes gradients, those of the last iteration may be taken
+  for parameters.
+  """
   old = run.traced.inputs[carried.input_index]
   new = run.outs[carried.output_index]
   return (
     new.dtype == jnp.float32
+    and not run.traced.unreached_locations
     and _find_kind(run.traced, carried) == _PARAMETER
-    and bool(_is_half_valued(new))
-    and _host_values.is_any_different([(old, new)])
+    and bool(_is_half_valued(new) & _is_moved(old, new))
   )
 
 
@@ -351,6 +356,16 @@ def _compensates(
     <= _TOLERANCE * jnp.linalg.norm(lost.ravel())
   )
   return (is_copy & has_equal_reference) | is_opposite
+
+
+@_host_values.jit_quickly
+def _is_moved(old: Any, new: Any) -> jax.Array:
+  """Return whether an array changes by a small part of its norm; bool[].
+
+  The sum of a velocity and a gradient changes by more.
+  """
+  change = jnp.linalg.norm((new - old).ravel())
+  return (change > 0) & (change < _TOLERANCE * jnp.linalg.norm(old.ravel()))
 
 
 @_host_values.jit_quickly

@@ -32,6 +32,10 @@ def loss_fn(params, batch):
   return jnp.mean((hidden @ params["v"]).astype(F32) ** 2)
 
 
+def check_step(step, *args):
+  return diagnostics.check_step(step, *args, progress=False)
+
+
 def check_optimizer(tx, params=HALF_PARAMS, **kwargs):
   """Check a step with a bare optimizer."""
   step, args = train_steps.make_step(
@@ -42,7 +46,7 @@ def check_optimizer(tx, params=HALF_PARAMS, **kwargs):
     batch=X,
     **kwargs,
   )
-  return diagnostics.check_step(step, *args, progress=False)
+  return check_step(step, *args)
 
 
 def check_next_to_params(change, extra):
@@ -197,7 +201,43 @@ def check_kahan():
   return check_addition(add, optax.tree.zeros_like(HALF_PARAMS))
 
 
+def check_velocity_in_loss():
+  """The gradients of a first step, which have no more bits, are added to zero."""
+
+  @jax.jit
+  def step(params, velocity):
+    near = optax.tree.add_scale(params, -0.9, velocity)
+    grads = jax.grad(loss_fn)(near, X)
+    velocity = optax.tree.add_scale(grads, 0.9, velocity)
+    return optax.tree.add_scale(params, -0.1, velocity), velocity
+
+  return check_step(step, PARAMS, optax.tree.zeros_like(PARAMS))
+
+
+def check_line_search():
+  """The state of the search has gradients, which a loop computes."""
+  tx = optax.lbfgs(
+    1e-3, linesearch=optax.scale_by_zoom_linesearch(max_linesearch_steps=1)
+  )
+  fun = lambda params: loss_fn(params, X).astype(F32)
+
+  @jax.jit
+  def step(params, state):
+    loss, grads = optax.value_and_grad_from_state(fun)(params, state=state)
+    updates, state = tx.update(
+      grads, state, params, value=loss, grad=grads, value_fn=fun
+    )
+    return optax.apply_updates(params, updates), state
+
+  state = tx.init(PARAMS)
+  # The gradients of the second step hardly differ from those of the first.
+  _, state = step(PARAMS, state)
+  return check_step(step, PARAMS, state)
+
+
 SOUND = {
+  "a velocity in the loss": check_velocity_in_loss,
+  "a line search": check_line_search,
   "large updates": lambda: check_optimizer(optax.adam(1e-2)),
   "momentum": lambda: check_optimizer(
     optax.sgd(0.1, 0.9, accumulator_dtype=BF16), PARAMS
@@ -239,9 +279,7 @@ def test_an_average_is_checked_next_to_a_step_in_float32():
     w = w - 0.1 * jax.grad(lambda w: jnp.mean((X @ w) ** 2))(w)
     return w, (0.9999 * average + 1e-4 * w).astype(BF16)
 
-  check = diagnostics.check_step(
-    step, PARAMS["w"], cast(1.05 * PARAMS["w"]), progress=False
-  )
+  check = check_step(step, PARAMS["w"], cast(1.05 * PARAMS["w"]))
   assert check.comparison is None
   (problem,) = check.problems
   assert "An average of parameters stored in bfloat16" in problem.cause
