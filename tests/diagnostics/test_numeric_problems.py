@@ -219,8 +219,8 @@ def out_of_vocabulary(params, batch):
   return jnp.mean(rows**2)
 
 
-LOG = "log in", "jnp.where(x > 0, x, 1)"
-INDEX = "gather in", "an index is out of bounds"
+LOG = "log returned", "jnp.where(x > 0, x, 1)"
+INDEX = "gather returned", "an index is out of bounds"
 # A loss, and a part of the cause and of the fix.
 UNDEFINED = {
   "log of a softmax in float16": (log_of_softmax, *LOG),
@@ -242,7 +242,7 @@ def test_what_is_not_defined_at_any_scale_is_not_blamed_on_the_scale(
   problem = check.problems[0]
   assert problem.cause.startswith(cause) and fix in problem.fix
   assert "loss scale" not in problem.cause + problem.fix
-  if cause == "log in":
+  if cause == "log returned":
     assert "forward pass" in problem.cause and "logits" in problem.fix
     assert not check.overflow.backward
 
@@ -285,7 +285,7 @@ def test_statistics_that_are_not_finite_are_a_problem_and_a_metric_is_not():
 
   check = check_step(step, PARAMS, tx.init(PARAMS), jnp.zeros(3), X)
   (problem,) = check.problems
-  assert problem.cause.startswith("div in")
+  assert problem.cause.startswith("div returned")
   assert check.overflow.other_origins == ()
 
 
