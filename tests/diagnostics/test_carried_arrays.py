@@ -202,7 +202,7 @@ def check_kahan():
 
 
 def check_velocity_in_loss():
-  """The gradients of a first step, which have no more bits, are added to zero."""
+  """A first step adds its gradients, which have few bits, to zeros."""
 
   @jax.jit
   def step(params, velocity):
