@@ -270,11 +270,16 @@ def test_residuals_in_the_memory_of_the_host_are_no_fault():
   )
 
   @functools.partial(jax.checkpoint, policy=policy)
+  def layer(x, w):
+    hidden = jax.ad_checkpoint.checkpoint_name(x @ w, "hidden")
+    return jnp.tanh(hidden), None
+
   def loss(w, factor):
-    hidden = jax.ad_checkpoint.checkpoint_name(jnp.tanh(BATCH @ w), "hidden")
-    return jnp.mean(jnp.exp(factor * hidden @ w.T))
+    out, _ = jax.lax.scan(layer, BATCH, w)
+    return jnp.mean(jnp.exp(factor * out))
 
   grad = jax.jit(jax.grad(loss))
+  w = jnp.stack([jnp.eye(4), jnp.eye(4)])
   find_overflow = functools.partial(diagnostics.find_overflow, progress=False)
-  assert find_overflow(grad, jnp.eye(4), 1.0) is None
-  assert find_overflow(grad, jnp.eye(4), 1e4).primitive == "exp"
+  assert find_overflow(grad, w, 1.0) is None
+  assert find_overflow(grad, w, 1e4).primitive == "exp"
