@@ -145,19 +145,10 @@ def _collect_changed_arguments(
   Flax NNX changes models and optimizers in place: their arrays are other
   objects after the call. A Ref is the same object, and always included.
   """
-  new_arrays = [
-    (name, new)
-    for name, old, new in zip(names, leaves, leaves_after_call, strict=True)
-    if new is not old and _is_float_array(new)
-  ]
-  ref_arrays = [
-    (name, ref[...])
-    for name, ref in zip(names, leaves, strict=True)
-    if _eqns.is_ref_object(ref) and _is_float_array(ref)
-  ]
   return [
-    (_outputs.Output("argument", name, 0), array)
-    for name, array in new_arrays + ref_arrays
+    (_outputs.Output("argument", name, 0), _eqns.read_ref(new))
+    for name, old, new in zip(names, leaves, leaves_after_call, strict=True)
+    if (new is not old or _eqns.is_ref_object(new)) and _is_float_array(new)
   ]
 
 

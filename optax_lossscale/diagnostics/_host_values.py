@@ -77,7 +77,7 @@ def is_any_nonzero(arrays: Iterable[Any]) -> bool:
 
 def is_any_different(pairs: Iterable[tuple[Any, Any]]) -> bool:
   """Return whether the arrays of any pair have different entries."""
-  return any(bool(_is_different(x, y)) for x, y in pairs)
+  return any(bool(find_different_rows(x, y, 0)) for x, y in pairs)
 
 
 @functools.partial(jit_quickly, static_argnums=2)
@@ -124,11 +124,6 @@ def _checksum(x: Any) -> jax.Array:
     for part in parts
   ]
   return sum((jnp.sum(x, dtype=jnp.uint32) for x in bits), jnp.uint32(0))
-
-
-@jit_quickly
-def _is_different(x: Any, y: Any) -> jax.Array:
-  return (x != y).any()
 
 
 @jit_quickly
