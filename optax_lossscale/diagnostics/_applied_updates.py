@@ -51,8 +51,8 @@ _SCALED_UPDATES = _reports.Problem(
 )
 
 KEPT_BACK = (
-  "whether the parameters change: a condition keeps the old ones in this step."
-  " Check a step in which they change."
+  "what the step returns: a condition keeps the old parameters and the old"
+  " opt_state in this step. Check one in which update is applied."
 )
 _TINY_UPDATES = (
   "whether the parameters change: the updates of this step are zero, or too"
@@ -165,7 +165,7 @@ def check_unused(
   if not suspects:
     return []
   groups = {x for x in traced.tags.values() if x.kind == "masked_updates"}
-  ones = runs.run_replaced(dict.fromkeys(groups, 1.0))
+  ones = runs.run(traced.inputs, dict.fromkeys(groups, 1.0))
   unused = [
     x.input_index
     for x in suspects
@@ -326,7 +326,7 @@ def _responds(
   replaced = {_outputs.TagGroup("masked_updates", update): 1.0}
   before: _step_runs.Run = skipped or runs.base
   after = (
-    runs.run_replaced(replaced)
+    runs.run(runs.traced.inputs, replaced)
     if skipped is None
     else runs.run_skipped(replaced) or skipped
   )

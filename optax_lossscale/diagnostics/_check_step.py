@@ -154,11 +154,11 @@ def check_step(
     "check_step", fun, args, kwargs, progress=progress
   ) as (traced, progress_line):
     results = _run_reports(traced, progress_line)
-    judgement = _problems.judge(results)
+    problems, passed, not_checked = _problems.judge(results)
   return StepCheck(
-    problems=tuple(judgement.problems),
-    passed=tuple(judgement.passed),
-    not_checked=tuple(judgement.not_checked),
+    problems=tuple(problems),
+    passed=tuple(passed),
+    not_checked=tuple(not_checked),
     flops=results.flops,
     overflow=results.search.origin,
     comparison=results.report,
@@ -180,20 +180,23 @@ def _run_reports(
   )
   runs = search.finite_runs if is_hidden else search.runs
   carried = _carried_arrays.find_carried(runs.base)
-  half_carried: list[_carried_arrays.Carried] = []
-  if search.origin is None:  # Otherwise the step in float32 may be another one.
-    half_carried = _carried_arrays.select_half(runs.base, carried)
+  # After an overflow, the step in float32 may be another one.
+  half_carried = (
+    _carried_arrays.select_half(runs.base, carried)
+    if search.origin is None
+    else []
+  )
   comparison = _compare_runs.compare_runs(
     runs,
     progress,
     measures_all=False,
     further_outputs=[x.output_index for x in half_carried],
   )
-  changes = _carried_arrays.Changes()
-  if comparison is not None:
-    changes = _carried_arrays.check_changes(
-      runs.base, half_carried, comparison.outs
-    )
+  changes = (
+    _carried_arrays.check_changes(runs.base, half_carried, comparison.outs)
+    if comparison
+    else _carried_arrays.Changes()
+  )
   wiring = _wiring.check_wiring(search, comparison, carried)
   report = comparison.report if comparison else None
   return _problems.Results(flops, search, report, wiring, changes)

@@ -15,8 +15,8 @@ import numpy as np
 from optax_lossscale.diagnostics import (
   _carried_arrays,
   _host_values,
-  _instrumented_program,
   _reports,
+  _scaling_mistakes,
   _step_runs,
   _tracing,
   _wiring,
@@ -25,6 +25,22 @@ from optax_lossscale.diagnostics._overflow import _find_overflow
 from optax_lossscale.diagnostics._overflow import _report as _overflow_report
 from optax_lossscale.diagnostics._precision import _comparison, _count_flops
 
+_CUT_OFF = _reports.Problem(
+  "All gradients{of_update} are zero at this loss scale, but not if it is lower"
+  " by a factor of 2**{log2_decrease}: something cuts off the scaled loss, such"
+  " as a clip at the largest number of float16.",
+  "Don't clip the scaled loss, since update skips a step that overflows:"
+  " ols.value_and_grad(loss_fn, opt_state).",
+)
+_ZERO_GRADS = _reports.Problem(
+  "All gradients{of_update} are zero{in_float32}.",
+  "This is fine if it is meant, such as a loss that begins later, or an"
+  " accumulator in front of update. Otherwise check a batch that has gradients."
+  " If no batch has any, look for a masked loss, a dead layer, a factor of"
+  " zero, an operation without a derivative (stop_gradient, argmax, rounding, a"
+  " comparison), or a constant that is inf in float16, such as a count in a"
+  " divisor.",
+)
 # Powers of two by which the loss scale falls, to find gradients.
 _LOG2_DECREASES = (4, 8, 12, 16)
 
@@ -39,24 +55,17 @@ class Results(NamedTuple):
   changes: _carried_arrays.Changes
 
 
-class Judgement(NamedTuple):
-  """What the results of all reports say about a step.
+def judge(
+  results: Results,
+) -> tuple[list[_reports.Problem], list[str], list[str]]:
+  """Return what the results of all reports say about a step.
 
-  Attributes:
-    problems: the problems, the most important first.
-    passed: the checks that passed, in sentences.
-    not_checked: the checks that were not possible, in sentences.
+  Returns:
+    The problems, the most important first; the checks that passed; and those
+    that were not possible, in sentences.
   """
-
-  problems: list[_reports.Problem]
-  passed: list[str]
-  not_checked: list[str]
-
-
-def judge(results: Results) -> Judgement:
-  """Return what the results of all reports say about a step."""
   numeric_problems = _find_numeric_problems(results)
-  return Judgement(
+  return (
     [
       *results.wiring.problems,
       *numeric_problems,
@@ -152,9 +161,7 @@ def _combine_problems(
     problems += _comparison.find_problems(report, loss_scale)
   # The comparison only knows matmuls. Report the overflow of another operation
   # first if it is in the forward pass, and else if nothing explains it.
-  if origin is None:
-    return problems
-  if problems and (origin.backward or origin.in_autocast):
+  if origin is None or (problems and (origin.backward or origin.in_autocast)):
     return problems
   # What the user wrote in half precision overflows because of the origin.
   others = [x for x in problems if x.keep_float32 or x.loss_scale]
@@ -178,29 +185,14 @@ def _find_zero_grad_problems(
   """
   indices = list(_list_zero_grads(runs.base))
   log2_decrease = _find_scale_with_grads(runs, indices) if indices else None
+  is_zero_in_float32 = report is not None and report.reference_is_zero
   for k in indices:
-    subject = "All gradients"
-    if len({x.group for x in runs.traced.grad_outputs}) > 1:
-      subject += f" of update [{k}]"
-    if log2_decrease is not None:
-      yield _reports.Problem(
-        f"{subject} are zero at this loss scale, but not if it is lower by a"
-        f" factor of 2**{log2_decrease}: something cuts off the scaled loss,"
-        " such as a clip at the largest number of float16.",
-        "Don't clip the scaled loss, since update skips a step that overflows:"
-        " ols.value_and_grad(loss_fn, opt_state).",
-      )
-      continue
-    is_zero_in_float32 = report is not None and report.reference_is_zero
-    in_float32 = ", in float32 too" if is_zero_in_float32 else ""
-    yield _reports.Problem(
-      f"{subject} are zero{in_float32}.",
-      "This is fine if it is meant, such as a loss that begins later, or an"
-      " accumulator in front of update. Otherwise check a batch that has"
-      " gradients. If no batch has any, look for a masked loss, a dead layer,"
-      " a factor of zero, an operation without a derivative (stop_gradient,"
-      " argmax, rounding, a comparison), or a constant that is inf in float16,"
-      " such as a count in a divisor.",
+    name = _scaling_mistakes.name_update(runs.traced, k)
+    yield _reports.fill_in_names(
+      _ZERO_GRADS if log2_decrease is None else _CUT_OFF,
+      of_update=name and f" of update{name}",
+      log2_decrease=log2_decrease,
+      in_float32=", in float32 too" * is_zero_in_float32,
     )
 
 
@@ -256,26 +248,22 @@ def _describe_unchecked(results: Results) -> Iterator[str]:
     offer = ": ols.autocast(loss_fn) casts its matmuls" * flops.can_autocast
     yield f"half precision, to which this step rounds nothing{offer}"
   else:
-    yield from _describe_amplification(report, search.runs.traced)
+    yield from _describe_amplification(report)
     yield from report.limitations
   yield from flops.limitations
   yield from search.limitations
 
 
 def _describe_amplification(
-  report: _comparison.PrecisionComparison, traced: _tracing.TracedFunction
+  report: _comparison.PrecisionComparison,
 ) -> Iterator[str]:
   """Yield that errors are large because the step amplifies any rounding."""
   names = report.ill_conditioned_arrays
   error = max((report.array_errors[name] for name in names), default=0.0)
   # A few gradients are rounding noise in many sound steps.
   if 2 * len(names) > len(report.array_errors) and math.isfinite(error):
-    reason = "the step amplifies any rounding"
-    if _instrumented_program.has_callback(
-      traced.closed_jaxpr.jaxpr, ("io_callback", "pure_callback")
-    ):
-      reason += ", or a callback returns something else in each run"
     yield (
-      f"the precision of {len(names)} gradients, such as {names[0]}: {reason},"
-      f" so errors of {error:.2g} are expected in {report.dtype}"
+      f"the precision of {len(names)} gradients, such as {names[0]}: the step"
+      " amplifies any rounding, or a callback returns something else in each"
+      f" run, so errors of {error:.2g} are expected in {report.dtype}"
     )

@@ -7,6 +7,7 @@ import numpy as np
 
 from optax_lossscale._jaxprs import _eqns
 from optax_lossscale.diagnostics import (
+  _applied_updates,
   _host_values,
   _outputs,
   _reports,
@@ -40,10 +41,6 @@ _NO_UPDATE_AFTER_OVERFLOW = _reports.Problem(
   " they are finite. So the loss scale never decreases: after the first"
   " overflow, every step is skipped.",
   "Call update outside of the branch, since with_loss_scaling skips bad steps.",
-)
-WAITS = (
-  "what the step returns: a condition keeps the old parameters and the old"
-  " opt_state in this step. Check one in which update is applied."
 )
 
 # The factor on the loss scale with which gradients that do not overflow still
@@ -160,7 +157,7 @@ def check_after_overflow(
       f" in place of {max(counts)}"
     )
   elif waits:
-    yield WAITS
+    yield _applied_updates.KEPT_BACK
 
 
 def check_with_lower_scale(

@@ -164,7 +164,8 @@ def _find_mistakes(
   """Yield the mistakes of all updates."""
   traced = runs.traced
   groups = {tag for tag in traced.tags.values() if tag.kind == "unscaled"}
-  small = runs.run_replaced(dict.fromkeys(groups, _SMALL)) if groups else None
+  replaced = dict.fromkeys(groups, _SMALL)
+  small = runs.run(traced.inputs, replaced) if groups else None
   reasons = {i: _judge_grad(runs, scales, i, small) for i in grads}
   for mistake in _CAST_TO_HALF, _NOT_SCALED, _CONSTANT_SCALE, _OTHER_STATE:
     affected = {i for i, reason in reasons.items() if reason == mistake}

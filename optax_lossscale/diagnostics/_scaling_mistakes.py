@@ -1,8 +1,7 @@
 """Detect mistakes in how a training step scales and passes its gradients.
 
-* ``check_hidden_overflow`` and ``check_needless_skip`` read flags of a run:
-  ``update`` received each nonfinite gradient that ``value_and_grad``
-  returned, and skipped no step with finite gradients.
+* ``check_hidden_overflow`` reads flags of a run: ``update`` received each
+  nonfinite gradient that ``value_and_grad`` returned.
 * ``ScaleRuns`` runs the step with other loss scales: a gradient that is
   unscaled exactly once stays the same.
 """
@@ -63,7 +62,7 @@ _HIDDEN_OVERFLOW = _reports.Problem(
   " the loss scale never decreases.",
   "Pass the gradients to update unchanged.",
 )
-_NEEDLESS_SKIP = _reports.Problem(
+NEEDLESS_SKIP = _reports.Problem(
   "update skips this step although its gradients are finite.",
   "If you pass grads_finite= to update, check its value: False skips the step."
   " Otherwise the sum of the gradients exceeds the range of float32.",
@@ -87,12 +86,6 @@ def check_hidden_overflow(run: _step_runs.Run) -> list[_reports.Problem]:
   is_applied = all((x.applied == 1).all() for x in run.updates.values())
   is_hidden = bool(run.updates) and has_overflow and is_applied
   return [_HIDDEN_OVERFLOW] if is_hidden else []
-
-
-def check_needless_skip(run: _step_runs.Run) -> list[_reports.Problem]:
-  """Check that no `update` skipped a step whose outputs are finite."""
-  is_skipped = any(update.has_skipped for update in run.updates.values())
-  return [_NEEDLESS_SKIP] if is_skipped else []
 
 
 class ScaleRuns:
@@ -149,8 +142,9 @@ class ScaleRuns:
     affected: set[int] = set()
     for i in scales if self._ratios and len(scales) > 1 else ():
       ratios = self._measure(-1, [i])
-      affected |= {k for k, x in ratios.items() if is_power(x, 1)}
-      affected |= {k for k, x in ratios.items() if is_power(x, -1)}
+      affected |= {
+        k for k, x in ratios.items() if is_power(x, 1) or is_power(x, -1)
+      }
     return list(
       repeat_by_update(self._traced, _TWO_STATES, affected, self._ratios)
     )
@@ -261,7 +255,6 @@ def repeat_by_update(
   for i in grads:
     output = traced.outputs[i]
     names.setdefault(output.group, {})[i] = output.name
-  has_several = len({output.group for output in traced.grad_outputs}) > 1
   for group, group_names in names.items():
     affected_names = [x for i, x in group_names.items() if i in affected]
     if affected_names:
@@ -269,6 +262,12 @@ def repeat_by_update(
         mistake,
         affected_names,
         [*group_names.values()],
-        update=f" [{group}]" * has_several,
+        update=name_update(traced, group),
         **kwargs,
       )
+
+
+def name_update(traced: _tracing.TracedFunction, call: int) -> str:
+  """Return the number of an `update`; empty if a step has only one."""
+  calls = {output.group for output in traced.grad_outputs}
+  return f" [{call}]" * (len(calls) > 1)

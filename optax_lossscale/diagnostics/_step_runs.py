@@ -226,10 +226,6 @@ class StepRuns:
     """Run the step with all loss scales times a factor."""
     return self.run(self.traced.scale_inputs(factor))
 
-  def run_replaced(self, replaced: Replacements) -> Run:
-    """Run the step with numbers in place of tagged values."""
-    return self.run(self.traced.inputs, replaced)
-
   def has_finite_grads_at(self, log2_decrease: int) -> bool:
     """Return whether the gradients are finite with a lower loss scale."""
     known = self._is_finite_by_decrease

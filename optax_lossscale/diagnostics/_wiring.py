@@ -63,9 +63,6 @@ _UNKNOWN_SCALE = (
   " are arguments of the step, or scaled by a constant)"
 )
 
-# With one of these, a condition keeps what the step should return.
-_KEPT = {_applied_updates.KEPT_BACK, _returned_states.WAITS}
-
 # The range of powers of two by which a loss scale is raised until it is too
 # large. Far beyond, all gradients are NaN.
 _LOG2_INCREASES = range(3, 34, 3)
@@ -116,7 +113,8 @@ def check_wiring(
   passed: list[str] = []
   if _list_ran(finite_runs.base) and not traced.unreached_locations:
     findings += _check_returned_values(finite_runs, base, carried)
-    if _KEPT.isdisjoint(findings) and not _list_problems(findings):
+    is_kept_back = _applied_updates.KEPT_BACK in findings
+    if not is_kept_back and not _list_problems(findings):
       passed.append(
         "the new parameters and the new loss-scale state are returned"
       )
@@ -128,8 +126,8 @@ def check_wiring(
     # A step may skip update on purpose, for example to accumulate gradients. It
     # is a problem only together with an overflow: the branch may test for it.
     findings.append(_scaling_mistakes.UPDATE_NOT_RUN)
-  if not has_overflow:
-    findings += _scaling_mistakes.check_needless_skip(base)
+  if not has_overflow and any(x.has_skipped for x in base.updates.values()):
+    findings.append(_scaling_mistakes.NEEDLESS_SKIP)
   scale_runs = _scaling_mistakes.ScaleRuns(
     traced,
     {} if comparison is None and has_overflow else scaled_grads.ratios,
