@@ -156,24 +156,6 @@ def _is_rounded(run: _step_runs.Run, carried: Carried) -> bool:
   )
 
 
-class _Change(NamedTuple):
-  """The change of an array that is stored in half precision.
-
-  Attributes:
-    output_index: the index of the new array among the outputs.
-    kind: what it is: a key of `_FIXES`.
-    name: its name.
-    dtype: its dtype.
-    kept: the part of its change in float32 that remains.
-  """
-
-  output_index: int
-  kind: str
-  name: str
-  dtype: np.dtype
-  kept: float
-
-
 def check_changes(
   run: _step_runs.Run,
   carried: Sequence[Carried],
@@ -193,54 +175,50 @@ def check_changes(
     A :class:`Changes`.
   """
   traced, outs = run.traced, run.outs
-  changes = _list_changes(traced, carried, outs, reference_outs)
-  others = [
-    (outs[x.output_index], reference_outs[x.output_index]) for x in carried
-  ]
-  lost = [
-    x
-    for x in changes
-    if x.kept < _MIN_KEPT
-    and not _is_compensated(
-      outs[x.output_index], reference_outs[x.output_index], others
-    )
-  ]
   problems = [
     _reports.fill_in_names(_SUM_IN_HALF, name=traced.input_names[x.input_index])
     for x in carried
     if _is_rounded(run, x)
     and not _is_half_valued(reference_outs[x.output_index])
   ][:1]
-  for kind in _FIXES:
-    names = [x.name for x in lost if x.kind == kind]
-    if names:
-      worst = min((x for x in lost if x.kind == kind), key=lambda x: x.kept)
+  kept = _measure_changes(run, carried, reference_outs)
+  for kind, fix in _FIXES.items():
+    lost = [
+      x
+      for x, fraction in kept.items()
+      if fraction < _MIN_KEPT and _find_kind(traced, x) == kind
+    ]
+    if lost:
       cause = _CAUSE.format(
         kind=kind,
-        dtype=worst.dtype,
-        names=_reports.format_names(names),
-        kept=max(0.0, worst.kept),
+        dtype=outs[lost[0].output_index].dtype,
+        names=_reports.format_names(
+          [traced.input_names[x.input_index] for x in lost]
+        ),
+        kept=max(0.0, min(kept[x] for x in lost)),
       )
-      problems.append(_reports.Problem(cause, _FIXES[kind]))
-  kept = [x for x in changes if x.kept >= _MIN_KEPT]
+      problems.append(_reports.Problem(cause, fix))
   if problems or not kept:
     return Changes(problems)
-  least = min(kept, key=lambda x: x.kept)
+  least = min(kept, key=lambda x: kept[x])
   sentence = (
-    f"arrays stored in {least.dtype} change as in float32; {least.name} keeps"
-    f" least, {least.kept:.0%}"
+    f"arrays stored in {outs[least.output_index].dtype} change as in float32;"
+    f" {traced.input_names[least.input_index]} keeps least, {kept[least]:.0%}"
   )
   return Changes((), [sentence])
 
 
-def _list_changes(
-  traced: _tracing.TracedFunction,
+def _measure_changes(
+  run: _step_runs.Run,
   carried: Sequence[Carried],
-  outs: Sequence[Any],
   reference_outs: Mapping[int, Any],
-) -> list[_Change]:
-  """Return the changes that can be compared with those in float32."""
-  pairs = [
+) -> dict[Carried, float]:
+  """Return the part of its change in float32 that each array keeps.
+
+  Arrays whose change is stored elsewhere, too, are left out.
+  """
+  traced, outs = run.traced, run.outs
+  judged = [
     x
     for x in carried
     if _is_half(outs[x.output_index])
@@ -249,25 +227,22 @@ def _list_changes(
   ]
   kept = _host_values.to_host(
     [
-      _measure_kept(
-        traced.inputs[x.input_index],
-        outs[x.output_index],
-        reference_outs[x.output_index],
-      )
-      for x in pairs
+      _measure_kept(traced.inputs[k], outs[i], reference_outs[i])
+      for i, k in judged
     ]
   )
-  return [
-    _Change(
-      x.output_index,
-      _find_kind(traced, x),
-      traced.input_names[x.input_index],
-      outs[x.output_index].dtype,
-      float(fraction),
-    )
-    for x, fraction in zip(pairs, kept, strict=True)
+  pairs = [(outs[i], reference_outs[i]) for i, _ in carried]
+  return {
+    x: float(fraction)
+    for x, fraction in zip(judged, kept, strict=True)
     if np.isfinite(fraction)
-  ]
+    and (
+      fraction >= _MIN_KEPT
+      or not _is_compensated(
+        outs[x.output_index], reference_outs[x.output_index], pairs
+      )
+    )
+  }
 
 
 def _has_further_bits(
@@ -323,7 +298,7 @@ def _is_compensated(
   Args:
     new: the array in half precision.
     reference: the array in float32.
-    others: other results that replace arguments, each with itself in float32.
+    others: the results that replace arguments, each with itself in float32.
   """
   flags = [
     _compensates(new, reference, *other)
