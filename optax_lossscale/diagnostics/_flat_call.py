@@ -6,7 +6,6 @@ and arrays that the function changes in its arguments become outputs.
 
 from collections.abc import Callable
 import inspect
-import itertools
 from typing import Any
 
 import jax
@@ -43,32 +42,30 @@ class FlatCall:
     self._names = [*names, *self._kwarg_names]
     arg_trees = [*args, *(kwargs[name] for name in self._kwarg_names)]
     self._flat_args = flat_args = self._flatten(arg_trees)
-    self._input_mask = mask = list(map(_is_input, flat_args.leaves))
-    self.input_names = list(itertools.compress(flat_args.names, mask))
-    self._input_leaves = list(itertools.compress(flat_args.leaves, mask))
-    self.inputs = list(map(_eqns.read_ref, self._input_leaves))
+    self._leaf_indices = [
+      i for i, leaf in enumerate(flat_args.leaves) if _is_input(leaf)
+    ]
+    self.input_names = [flat_args.names[i] for i in self._leaf_indices]
+    self.inputs = [
+      _eqns.read_ref(flat_args.leaves[i]) for i in self._leaf_indices
+    ]
     self.outputs: list[_outputs.Output] = []
     self.scale_indices: tuple[int, ...] = ()
 
   def __call__(self, fun: Callable[..., Any], *tracers: Any) -> list[Any]:
     """Call a function, and return the arrays that become outputs."""
     flat_args = self._flat_args
-    # The function may write to a Ref, and must not change the caller's.
-    call_inputs = [
-      jax.new_ref(x) if _eqns.is_ref_object(leaf) else x
-      for leaf, x in zip(self._input_leaves, tracers, strict=True)
-    ]
-    remaining_inputs = iter(call_inputs)
-    call_leaves = [
-      next(remaining_inputs) if is_input else leaf
-      for leaf, is_input in zip(flat_args.leaves, self._input_mask, strict=True)
-    ]
+    call_leaves = list(flat_args.leaves)
+    for i, x in zip(self._leaf_indices, tracers, strict=True):
+      # The function may write to a Ref, and must not change the caller's.
+      is_ref = _eqns.is_ref_object(call_leaves[i])
+      call_leaves[i] = jax.new_ref(x) if is_ref else x
     call_trees = flat_args.unflatten(call_leaves)
     states = _state.find_loss_scale_states(call_trees)
     self.scale_indices = tuple(
       i
-      for i, x in enumerate(call_inputs)
-      if any(x is state.loss_scale for state in states)
+      for i, k in enumerate(self._leaf_indices)
+      if any(call_leaves[k] is state.loss_scale for state in states)
     )
     args, others = call_trees[: self._num_args], call_trees[self._num_args :]
     result = fun(*args, **dict(zip(self._kwarg_names, others, strict=True)))
@@ -100,13 +97,11 @@ def _get_positional_names(fun: Callable[..., Any], num_args: int) -> list[str]:
 
 
 def _is_input(leaf: Any) -> bool:
-  # NumPy integers may be sizes and indices, which must stay concrete.
-  is_numpy = isinstance(leaf, (np.ndarray, np.generic))
-  return (
-    isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
-    or _eqns.is_ref_object(leaf)
-    or (is_numpy and _arrays.is_inexact(leaf))
-  )
+  if isinstance(leaf, (np.ndarray, np.generic)):
+    # Integers of NumPy may be sizes and indices, which must stay concrete.
+    return _arrays.is_inexact(leaf)
+  is_array = isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
+  return is_array or _eqns.is_ref_object(leaf)
 
 
 def _collect_float_results(
