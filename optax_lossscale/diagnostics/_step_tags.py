@@ -26,18 +26,10 @@ from optax_lossscale._jaxprs import (
 )
 from optax_lossscale.diagnostics import _outputs
 
-# The tags that show what becomes of the results of ``update``.
-_UPDATE_KINDS = {"new_updates", "new_scale", "new_skip_count"}
-# The tags that a call of ``update`` makes.
-_KINDS_OF_UPDATE = {
-  *_UPDATE_KINDS, "update_scale", "fixed_update_scale", "grads", "scaled_grads",
-  "applied", "updates", "masked_updates",
-}  # fmt: skip
-# The tags whose values are left out if they cannot become outputs.
-_OPTIONAL_KINDS = {
-  *_UPDATE_KINDS, "update_scale", "fixed_update_scale", "loss", "unscaled",
-  "backward",
-}  # fmt: skip
+# The tags that a call of ``update`` does not make.
+_LOSS_KINDS = {"scale", "loss", "unscaled", "backward"}
+# The tags without whose values a report is not complete.
+_REQUIRED_KINDS = {"grads", "scaled_grads", "applied", "updates"}
 _GRADIENT_KINDS = {"grads", "scaled_grads", "unscaled", "backward"}
 # The name of a value that leaves a backward pass, but reaches no optimizer.
 _NO_TAG = "gradient"
@@ -65,23 +57,22 @@ def number_calls(closed_jaxpr: _eqns.ClosedJaxpr) -> _eqns.ClosedJaxpr:
 
   All tags of a call of `update` have the same number.
   """
-  calls: dict[str, int] = {}
-  seen: dict[str, set[tuple[str, int]]] = {}
+  # The tags of each call, by the function that makes them.
+  calls_by_source: dict[str, list[set[tuple[str, int]]]] = {}
 
   def rename(name: str) -> str:
     tag = _tags.parse_tag(name)
     if tag is None:
       return name
-    source = "update" if tag.kind in _KINDS_OF_UPDATE else tag.kind
-    seen_in_call = seen.setdefault(source, set())
+    source = tag.kind if tag.kind in _LOSS_KINDS else "update"
+    calls = calls_by_source.setdefault(source, [set()])
     key = tag.kind, tag.leaf_index
     # Each value of a call has one tag, and the scale of an `update` the first.
-    begins = key in seen_in_call or tag.kind.endswith("update_scale")
-    if begins and seen_in_call:
-      calls[source] = calls.get(source, 0) + 1
-      seen_in_call.clear()
-    seen_in_call.add(key)
-    return _tags.format_tag(tag._replace(call=calls.get(source, 0)))
+    begins = key in calls[-1] or tag.kind.endswith("update_scale")
+    if begins and calls[-1]:
+      calls.append(set())
+    calls[-1].add(key)
+    return _tags.format_tag(tag._replace(call=len(calls) - 1))
 
   return _tagged_values.rename_tags(closed_jaxpr, rename)
 
@@ -268,7 +259,7 @@ def _get_capture_fn(name: str) -> Callable[[Any], Any] | None:
 def _is_optional(name: str) -> bool:
   """Return whether a report needs no value with this tag to be complete."""
   tag = _tags.parse_tag(name)
-  return tag is not None and tag.kind in _OPTIONAL_KINDS
+  return tag is not None and tag.kind not in _REQUIRED_KINDS
 
 
 def _nonfinite_indicator(x: jax.Array) -> jax.Array:
