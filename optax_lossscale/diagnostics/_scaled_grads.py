@@ -165,7 +165,7 @@ def _find_mistakes(
   traced = runs.traced
   groups = {tag for tag in traced.tags.values() if tag.kind == "unscaled"}
   replaced = dict.fromkeys(groups, _SMALL)
-  small = runs.run(traced.inputs, replaced) if groups else None
+  small = runs.run(traced.inputs, replaced) if groups else runs.base
   reasons = {i: _judge_grad(runs, scales, i, small) for i in grads}
   for mistake in _CAST_TO_HALF, _NOT_SCALED, _CONSTANT_SCALE, _OTHER_STATE:
     affected = {i for i, reason in reasons.items() if reason == mistake}
@@ -180,7 +180,7 @@ def _judge_grad(
   runs: _step_runs.StepRuns,
   scales: _Scales,
   i: int,
-  small: _step_runs.Run | None,
+  small: _step_runs.Run,
 ) -> _reports.Problem | None:
   """Return the mistake of a gradient, without names; None if it is sound.
 
@@ -188,17 +188,13 @@ def _judge_grad(
     runs: the runs of the step.
     scales: its loss scales.
     i: the index of the gradient among the outputs.
-    small: the run in which unscaled gradients are small, if there are any.
+    small: the run in which unscaled gradients are small.
   """
   traced, output = runs.traced, runs.traced.outputs[i]
-  is_after_unscaling = small is not None and _host_values.is_any_different(
+  is_after_unscaling = _host_values.is_any_different(
     [(small.outs[i], runs.base.outs[i])]
   )
-  if (
-    small is not None
-    and is_after_unscaling
-    and not _host_values.is_any_nonzero([small.outs[i]])
-  ):
+  if is_after_unscaling and not _host_values.is_any_nonzero([small.outs[i]]):
     return _CAST_TO_HALF
   # The user may multiply the loss by a fixed scale as a constant.
   if _is_fixed(traced, output.group):
