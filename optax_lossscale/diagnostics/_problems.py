@@ -264,6 +264,6 @@ def _describe_amplification(
   if 2 * len(names) > len(report.array_errors) and math.isfinite(error):
     yield (
       f"the precision of {len(names)} gradients, such as {names[0]}: the step"
-      " amplifies any rounding, or a callback returns something else in each"
-      f" run, so errors of {error:.2g} are expected in {report.dtype}"
+      f" amplifies any rounding, so errors of {error:.2g} are expected in"
+      f" {report.dtype}; or a callback returns something else in each run"
     )

@@ -313,10 +313,10 @@ def _restore_attributes(caller: str, fun: Any) -> Iterator[None]:
   if leaked_names:
     attributes.clear()
     attributes.update(saved_attributes)
-    name = f"{type(owner).__name__}.{fun.__name__}"
     raise TypeError(
-      f"fun must return the arrays that it computes, got {name}, which writes"
-      f" them to self.{leaked_names[0]}. Pass the function that it calls:"
+      "fun must return the arrays that it computes, got"
+      f" {type(owner).__name__}.{fun.__name__}, which writes them to"
+      f" self.{leaked_names[0]}. Pass the function that it calls:"
       f" {caller}(train_step, params, opt_state, batch)."
     )
 

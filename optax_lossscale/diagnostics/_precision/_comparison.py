@@ -244,12 +244,9 @@ def _suggest_rescale(
   report: PrecisionComparison, loss_scale: LossScale
 ) -> _reports.Problem:
   """Return a problem whose fix is another loss scale."""
-  log2_change, can_decrease = (
-    report.suggested_log2_scale_change,
-    loss_scale.can_decrease,
-  )
+  log2_change = report.suggested_log2_scale_change
   if log2_change < 0:
-    consequence = ", so this step is skipped" * can_decrease
+    consequence = ", so this step is skipped" * loss_scale.can_decrease
     cause = f"The backward pass overflows{consequence}"
   else:
     name = [*report.inaccurate_arrays, ""][0]
@@ -280,7 +277,7 @@ def _suggest_rescale(
     return _reports.Problem(cause, fix)
   fix = f"opt_state = ols.set_loss_scale(opt_state, {new_scale:g})"
   fix += "; a dynamic loss scale also decreases on its own" * (
-    log2_change < 0 and can_decrease
+    log2_change < 0 and loss_scale.can_decrease
   )
   return _reports.Problem(cause, fix, loss_scale=new_scale)
 

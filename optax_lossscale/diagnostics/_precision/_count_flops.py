@@ -223,7 +223,6 @@ def count_traced(
   ]
   unconverted.sort(key=lambda layer: layer.flops, reverse=True)
   flops_in_dtype = total_flops - sum(x.flops for x in unconverted)
-  has_autocast = any(x.in_autocast for x in layers)
   return FlopCount(
     dtype=str(dtype),
     total_flops=total_flops,
@@ -232,7 +231,7 @@ def count_traced(
     unconverted=tuple(
       x.as_row(fraction=x.flops / max(total_flops, 1)) for x in unconverted
     ),
-    can_autocast=not has_autocast
+    can_autocast=not any(x.in_autocast for x in layers)
     and any(_is_castable(x.eqn) for layer in unconverted for x in layer.visits),
     limitations=tuple(dict.fromkeys(limitations)),
     optimizer_flops=_layers.count_flops(all_matmuls) - total_flops,
