@@ -170,15 +170,19 @@ def _make_candidate_search(
   """
   types = list(map(_get_type, jaxpr.invars))
   paths = list(map(split_name, input_names))
+  # Each result looks at a few inputs only, since there may be thousands.
+  inputs_by_key: dict[Any, list[int]] = {}
+  for k, path in enumerate(paths):
+    inputs_by_key.setdefault((types[k], path[-1:]), []).append(k)
 
   def find_candidates(i: int, output: Output) -> dict[Any, list[int]]:
     array_type, path = _get_type(jaxpr.outvars[i]), split_name(output.name)
-    same_type = [k for k, x in enumerate(types) if x == array_type]
-    arguments = flow.list_arguments(i).intersection(same_type)
+    arguments = [k for k in flow.list_arguments(i) if types[k] == array_type]
     by_flow = bool(arguments)
-    same_key = (k for k in same_type if paths[k][-1:] == path[-1:])
+    if not by_flow:
+      arguments = inputs_by_key.get((array_type, path[-1:]), [])
     candidates: dict[Any, list[int]] = {}
-    for k in arguments or same_key:
+    for k in arguments:
       length = len(find_common_end([path, paths[k]]))
       candidates.setdefault((by_flow, length), []).append(k)
     return candidates
