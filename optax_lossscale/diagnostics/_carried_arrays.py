@@ -339,8 +339,8 @@ def _is_moved(old: Any, new: Any) -> jax.Array:
 
   The sum of a velocity and a gradient changes by more.
   """
-  change = jnp.linalg.norm((new - old).ravel())
-  return (change > 0) & (change < _TOLERANCE * jnp.linalg.norm(old.ravel()))
+  change = jnp.sum((new - old) ** 2)
+  return (change > 0) & (change < _TOLERANCE**2 * jnp.sum(old**2))
 
 
 @_host_values.jit_quickly
