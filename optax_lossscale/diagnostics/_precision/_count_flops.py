@@ -204,12 +204,11 @@ def count_traced(
   visits = list(
     _walk.walk(traced.closed_jaxpr, _executed_subjaxprs, only_live=True)
   )
-  limitations = _tracing.describe_unreached(traced.unreached_locations)
-  limitations += [
-    f"whether update runs, in {location}"
-    for location in traced.cond_branch_locations
+  limitations = [
+    *_tracing.describe_unreached(traced.unreached_locations),
+    *(f"whether update runs, in {x}" for x in traced.cond_branch_locations),
+    *filter(None, map(_describe_limitation, visits)),
   ]
-  limitations += list(filter(None, map(_describe_limitation, visits)))
   all_matmuls = _list_matmuls(visits)
   matmuls = [x for x in all_matmuls if not x.stack_location.is_in_optimizer]
   layers = _layers.group_by_layer(matmuls, _get_operand_dtype)
@@ -218,10 +217,15 @@ def count_traced(
     flops[str(layer.dtype)] += layer.flops
   dtype = dtype or np.dtype(max("float16", "bfloat16", key=lambda x: flops[x]))
   total_flops = flops.total()
-  unconverted = [
-    x for x in layers if x.dtype != dtype and x.dtype.itemsize >= dtype.itemsize
-  ]
-  unconverted.sort(key=lambda layer: layer.flops, reverse=True)
+  unconverted = sorted(
+    (
+      x
+      for x in layers
+      if x.dtype != dtype and x.dtype.itemsize >= dtype.itemsize
+    ),
+    key=lambda layer: layer.flops,
+    reverse=True,
+  )
   flops_in_dtype = total_flops - sum(x.flops for x in unconverted)
   return FlopCount(
     dtype=str(dtype),
@@ -292,15 +296,17 @@ def _non_reducer_subjaxprs(eqn: core.JaxprEqn) -> list[_eqns.ClosedJaxpr]:
 def _describe_limitation(visit: _walk.EqnVisit) -> str:
   """Return the limitation of counting an equation by shapes, or ``""``."""
   eqn = visit.eqn
-  reason = ""
   if isinstance(visit.hop, _higher_order.While):
     reason = "only one iteration is counted"
-  elif visit.hop is None and _non_reducer_subjaxprs(eqn):
+  elif visit.hop is not None:
+    return ""
+  elif _non_reducer_subjaxprs(eqn):
     reason = "its body is counted once"
-  elif visit.hop is None and _primitives.count_eqn_flops(eqn) is None:
-    may_have_flops = _primitives.is_matmul(eqn) or _eqns.get_hi_primitive(eqn)
-    reason = "its FLOPs are not counted" * bool(may_have_flops)
-  if not reason:
+  elif _primitives.count_eqn_flops(eqn) is None and (
+    _primitives.is_matmul(eqn) or _eqns.get_hi_primitive(eqn)
+  ):
+    reason = "its FLOPs are not counted"
+  else:
     return ""
   name = _eqns.get_primitive_name(eqn)
   where = _provenance.format_location(name, visit.location.source_line)
