@@ -168,13 +168,12 @@ class ScaleRuns:
         i for i, x in ratios.items() if abs(x - 1) > _EXACT_TOLERANCE
       } - explained
       explained |= affected
-      factor = max((ratios[i] for i in affected), default=0.0)
       yield from repeat(
         _DEPENDS_ON_SCALE,
         affected,
         self._ratios,
         log2_scale=log2_scale,
-        factor=factor,
+        factor=max((ratios[i] for i in affected), default=0.0),
       )
 
   def _measure(
@@ -251,17 +250,15 @@ def repeat_by_update(
     grads: those of all gradients that were judged.
     **kwargs: further parts of the text.
   """
-  names: dict[int, dict[int, str]] = {}
-  for i in grads:
-    output = traced.outputs[i]
-    names.setdefault(output.group, {})[i] = output.name
-  for group, group_names in names.items():
-    affected_names = [x for i, x in group_names.items() if i in affected]
+  outputs = {i: traced.outputs[i] for i in grads}
+  for group in dict.fromkeys(x.group for x in outputs.values()):
+    names = {i: x.name for i, x in outputs.items() if x.group == group}
+    affected_names = [name for i, name in names.items() if i in affected]
     if affected_names:
       yield _reports.fill_in_names(
         mistake,
         affected_names,
-        [*group_names.values()],
+        [*names.values()],
         update=name_update(traced, group),
         **kwargs,
       )
