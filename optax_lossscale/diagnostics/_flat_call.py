@@ -165,10 +165,6 @@ def _collect_scale_states(
     *_state.find_loss_scale_states(result),
     *filter(is_changed, _state.find_loss_scale_states(call_trees)),
   ]
-  fields = (
-    ("state_scale", "loss_scale"),
-    ("state_skip_count", "total_notfinite"),
-  )
   # A tree of shardings may have the structure of a state.
   states = [x for x in states if _arrays.is_array_like(x.loss_scale)]
   return [
@@ -177,7 +173,10 @@ def _collect_scale_states(
       jnp.asarray(_eqns.read_ref(getattr(state, field))),
     )
     for i, state in enumerate(states)
-    for kind, field in fields
+    for kind, field in (
+      ("state_scale", "loss_scale"),
+      ("state_skip_count", "total_notfinite"),
+    )
   ]
 
 

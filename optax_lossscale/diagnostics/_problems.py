@@ -118,12 +118,10 @@ def _read_loss_scale(
   runs: _step_runs.StepRuns, can_decrease: bool
 ) -> _comparison.LossScale:
   """Return the loss scale that a step has as an argument, if it acts."""
-  traced, values = runs.traced, set[float]()
-  if runs.loss_scale_acts:
-    scales = _host_values.to_host(
-      [traced.inputs[i] for i in traced.scale_indices]
-    )
-    values = {x for scale in scales for x in np.ravel(scale).tolist()}
+  traced = runs.traced
+  indices = traced.scale_indices if runs.loss_scale_acts else ()
+  scales = _host_values.to_host([traced.inputs[i] for i in indices])
+  values = {x for scale in scales for x in np.ravel(scale).tolist()}
   value = values.pop() if len(values) == 1 else None
   return _comparison.LossScale(value, traced.lowest_scale, can_decrease)
 
@@ -235,7 +233,7 @@ def _describe_errors(
       * bool(worst_name)
       + f" (without {len(excused)} ill-conditioned ones)" * bool(excused)
     )
-  noun = "gradient" if report.target == "gradients" else "result"
+  noun = report.target.removesuffix("s")
   yield f"{report.underflow_fraction:.1%} of the {noun} entries underflow"
 
 

@@ -48,12 +48,8 @@ _NO_UPDATE_AFTER_OVERFLOW = _reports.Problem(
 _LOWER = 2.0**-8
 
 
-def _make_mistake(details: str) -> _reports.Problem:
-  return _reports.fill_in_names(_NOT_RETURNED, details=details)
-
-
 # No result is an optimizer state.
-NO_STATE = _make_mistake("")
+NO_STATE = _reports.fill_in_names(_NOT_RETURNED, details="")
 
 
 def check_dependence(
@@ -74,7 +70,8 @@ def check_dependence(
   if missing and not _counts_skips(runs):
     return [NO_STATE]
   if _has_old_inner_state(traced):
-    return [_make_mistake(": its inner_state is the old one")]
+    details = ": its inner_state is the old one"
+    return [_reports.fill_in_names(_NOT_RETURNED, details=details)]
   return []
 
 
@@ -152,9 +149,10 @@ def check_after_overflow(
   lost = _find_lost_state(masks)
   if lost is not None:
     counts = [np.max(updates[i].new_skip_count) for i in lost.calls]
-    yield _make_mistake(
-      f": after an overflow, it counts {np.max(lost.skip_count)} skipped steps"
-      f" in place of {max(counts)}"
+    yield _reports.fill_in_names(
+      _NOT_RETURNED,
+      details=": after an overflow, it counts"
+      f" {np.max(lost.skip_count)} skipped steps in place of {max(counts)}",
     )
   elif waits:
     yield _applied_updates.KEPT_BACK
@@ -187,9 +185,10 @@ def check_with_lower_scale(
     return []
   scales = [np.min(updates[i].new_scale) for i in lost.calls]
   return [
-    _make_mistake(
-      f": with a lower loss scale, its scale is {np.max(lost.scale):g} in place"
-      f" of {min(scales):g}"
+    _reports.fill_in_names(
+      _NOT_RETURNED,
+      details=": with a lower loss scale, its scale is"
+      f" {np.max(lost.scale):g} in place of {min(scales):g}",
     )
   ]
 

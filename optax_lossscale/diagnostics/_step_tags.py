@@ -105,9 +105,8 @@ def tag_gradients(
     rename = lambda name: (
       new_tags.get(name, _NO_TAG) if _is_gradient(name) else name
     )
-    is_step = bool(new_tags)
     tagged = (
-      _tagged_values.rename_tags(tagged, rename) if is_step else closed_jaxpr
+      _tagged_values.rename_tags(tagged, rename) if new_tags else closed_jaxpr
     )
   return TaggedStep(tagged, flow, has_update, _find_lowest_scale(tags))
 

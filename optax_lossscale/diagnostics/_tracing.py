@@ -217,8 +217,9 @@ def trace(
     A :class:`TracedFunction`.
 
   Raises:
-    TypeError: if ``fun`` is not callable; if an argument is traced; or, unless
-      ``allow_abstract``, if an argument is a shape, or under ``jit``.
+    TypeError: if ``fun`` is not callable, or closes over a Ref; if an argument
+      is traced; or, unless ``allow_abstract``, if an argument is a shape, or
+      under ``jit``.
   """
   hint = f" Write {caller}(fun, *args), not {caller}(fun(*args))."
   _checks.check_callable("fun", fun, hint=hint)
@@ -233,8 +234,11 @@ def trace(
   )
   harvest, tagged_outputs = _step_tags.harvest_outputs(step.closed_jaxpr)
   closed_jaxpr = harvest.closed_jaxpr
-  # A Ref in the arguments is copied, but one in a closure would be mutated.
-  _check_no_ref_consts(closed_jaxpr)
+  if any(map(_eqns.is_ref_object, closed_jaxpr.consts)):
+    raise TypeError(
+      "fun closes over a jax.Ref, so running fun would change it. Pass the Ref"
+      " as an argument, since arguments are copied."
+    )
   regions = _regions.Regions(closed_jaxpr)
   tags = _step_tags.list_tags(regions)
   outputs = _outputs.describe_outputs(
@@ -327,14 +331,6 @@ def describe_unreached(locations: list[str]) -> list[str]:
     f"gradients inside {location}: pass a single step instead"
     for location in dict.fromkeys(locations)
   ]
-
-
-def _check_no_ref_consts(closed_jaxpr: _eqns.ClosedJaxpr) -> None:
-  if any(map(_eqns.is_ref_object, closed_jaxpr.consts)):
-    raise TypeError(
-      "fun closes over a jax.Ref, so running fun would change it. Pass the Ref"
-      " as an argument, since arguments are copied."
-    )
 
 
 def _check_inputs(

@@ -113,8 +113,8 @@ def check_wiring(
   passed: list[str] = []
   if _list_ran(finite_runs.base) and not traced.unreached_locations:
     findings += _check_returned_values(finite_runs, base, carried)
-    is_kept_back = _applied_updates.KEPT_BACK in findings
-    if not is_kept_back and not _list_problems(findings):
+    has_problems = bool(_list_problems(findings))
+    if not has_problems and _applied_updates.KEPT_BACK not in findings:
       passed.append(
         "the new parameters and the new loss-scale state are returned"
       )

@@ -256,25 +256,25 @@ def _suggest_rescale(
       f" backward pass: relative error {error:.2g}"
     )
   if loss_scale.value is None:
-    fix = (
+    return _reports.Problem(
+      f"{cause}.",
       f"Lower the loss scale by 2**{-log2_change}."
       if log2_change < 0
       else f"Scale the loss by 2**{log2_change}, or raise the loss scale by so"
       " much: tx = ols.with_loss_scaling(optimizer), and"
-      " ols.value_and_grad(loss_fn, opt_state)."
+      " ols.value_and_grad(loss_fn, opt_state).",
     )
-    return _reports.Problem(f"{cause}.", fix)
   new_scale = loss_scale.value * 2.0**log2_change
   cause = f"{cause} (loss scale {loss_scale.value:g})."
   if new_scale < (loss_scale.lowest or 0.0):
-    fix = (
+    return _reports.Problem(
+      cause,
       f"The loss scale must decrease to {new_scale:g}, but min_scale of its"
       f" policy stops it at {loss_scale.lowest:g}, and every step is skipped."
       " Lower min_scale, as in"
       f" ols.DynamicLossScale(min_scale={new_scale:g}), or make the loss"
-      " smaller."
+      " smaller.",
     )
-    return _reports.Problem(cause, fix)
   fix = f"opt_state = ols.set_loss_scale(opt_state, {new_scale:g})"
   fix += "; a dynamic loss scale also decreases on its own" * (
     log2_change < 0 and loss_scale.can_decrease
