@@ -208,23 +208,23 @@ def check_crossed(
     carried: its results that replace arguments.
   """
   traced = runs.traced
-  groups_by_update: dict[int, list[frozenset[int]]] = {}
+  groups_by_updates: dict[frozenset[int], list[frozenset[int]]] = {}
   for x in _list_used(traced, carried) if len(runs.base.updates) > 1 else ():
     updates = traced.outputs[x.output_index].new_updates
-    if len(updates) == 1:
-      groups = _find_grad_groups(traced, x.input_index)
-      (update,) = updates
-      groups_by_update.setdefault(update, []).append(groups)
+    groups = _find_grad_groups(traced, x.input_index)
+    groups_by_updates.setdefault(updates, []).append(groups)
   # A pair of numbers may be a game, in which each gradient is the other number.
   depends_only_on = {
-    i: next(iter(groups[0]))
-    for i, groups in groups_by_update.items()
-    if len(groups) > 1 and len({*groups}) == 1 and len(groups[0]) == 1
+    updates: groups[0]
+    for updates, groups in groups_by_updates.items()
+    if len(groups) > 1 and len({*groups}) == 1
   }
   return [
-    _reports.fill_in_names(_CROSSED_UPDATES, i=i, k=k)
-    for i, k in depends_only_on.items()
-    if i < k and depends_only_on.get(k) == i
+    _reports.fill_in_names(_CROSSED_UPDATES, i=min(updates), k=min(groups))
+    for updates, groups in depends_only_on.items()
+    if len(updates) == len(groups) == 1
+    and min(updates) < min(groups)
+    and depends_only_on.get(groups) == updates
   ]
 
 
