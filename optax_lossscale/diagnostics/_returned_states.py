@@ -139,14 +139,16 @@ def check_after_overflow(
     "skip_count",
     np.equal,
   )
-  waits = False
-  for k, (state, mask) in enumerate(masks):
-    # If a condition keeps the old parameters, it may keep the old state, too.
-    if any((base_updates[i].applied == 1).any() for i in state.calls):
-      is_kept = ~mask & ~_find_moved(runs.base, skipped, state)
-      waits |= bool(is_kept.any())
-      masks[k] = state, mask | is_kept
-  lost = _find_lost_state(masks)
+  # If a condition keeps the old parameters, it may keep the old state, too.
+  kept_masks = [
+    ~mask & ~_find_moved(runs.base, skipped, state) for state, mask in masks
+  ]
+  lost = _find_lost_state(
+    [
+      (state, mask | kept_mask)
+      for (state, mask), kept_mask in zip(masks, kept_masks, strict=True)
+    ]
+  )
   if lost is not None:
     counts = [np.max(updates[i].new_skip_count) for i in lost.calls]
     yield _reports.fill_in_names(
@@ -154,7 +156,7 @@ def check_after_overflow(
       details=": after an overflow, it counts"
       f" {np.max(lost.skip_count)} skipped steps in place of {max(counts)}",
     )
-  elif waits:
+  elif any(kept_mask.any() for kept_mask in kept_masks):
     yield _applied_updates.KEPT_BACK
 
 
@@ -263,6 +265,8 @@ def _find_moved(
 ) -> np.ndarray:
   """Return whether an overflow changes results of the updates of a state.
 
+  If none of them was applied, an overflow has nothing to change.
+
   Args:
     run: the run of the step.
     skipped: its run with an overflow.
@@ -272,12 +276,14 @@ def _find_moved(
     A flag for each member of the ensemble.
   """
   shape = state.scale.shape
+  applied = {i for i in state.calls if (run.updates[i].applied == 1).any()}
   rows = [
     _host_values.find_different_rows(x, y, len(shape))
     for output, x, y in zip(
       run.traced.outputs, run.outs, skipped.outs, strict=True
     )
-    if output.is_state
+    if applied
+    and output.is_state
     and state.calls & output.new_updates
     and x.shape[: len(shape)] == shape
   ]
