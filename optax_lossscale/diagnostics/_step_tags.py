@@ -225,13 +225,16 @@ def harvest_outputs(
   harvest = _tagged_values.harvest_tagged_values(
     closed_jaxpr, _get_capture_fn, _is_optional
   )
-  outputs = []
-  for name in harvest.tags:
-    tag = _tags.parse_tag(name)
-    assert tag is not None  # Values with other tags are not captured.
-    kind, call = _get_group(tag)
-    kind = "unscaled" if kind == "backward" else kind
-    outputs.append(_outputs.Output(kind, tag.path, call, tag.kind))
+  outputs = [
+    _outputs.Output(
+      "unscaled" if tag.kind == "backward" else _get_group(tag).kind,
+      tag.path,
+      tag.call,
+      tag.kind,
+    )
+    for tag in map(_tags.parse_tag, harvest.tags)
+    if tag is not None  # Values with other tags are not captured.
+  ]
   groups = {(out.kind, out.group) for out in outputs}
   num_calls = collections.Counter(kind for kind, _ in groups)
   return harvest, [
