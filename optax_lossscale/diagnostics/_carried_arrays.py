@@ -111,13 +111,12 @@ def find_carried(run: _step_runs.Run) -> list[Carried]:
   replaced: set[int] = set()
   for _, i, candidates in sorted(rows, key=lambda row: row[0], reverse=True):
     free = sorted({*candidates} - replaced)
-    if i in carried or not free:
-      continue
     get_distance = lambda k, x=run.outs[i]: _host_values.compute_amax(
       [run.traced.inputs[k] - x]
     )
-    carried[i] = free[0] if len(free) == 1 else min(free, key=get_distance)
-    replaced.add(carried[i])
+    if i not in carried and free:
+      carried[i] = free[0] if len(free) == 1 else min(free, key=get_distance)
+      replaced.add(carried[i])
   return list(map(Carried, carried.keys(), carried.values()))
 
 

@@ -127,7 +127,10 @@ def check_after_overflow(
   Yields:
     Mistakes, and sentences on what could not be checked.
   """
-  if _has_multi_steps(runs.traced):
+  traced = runs.traced
+  scale_names = [traced.input_names[i] for i in traced.scale_indices]
+  # The states of the wrapper are inside of the one of `MultiSteps`.
+  if any("inner_opt_state" in _outputs.split_name(x) for x in scale_names):
     yield MULTI_STEPS
     return
   updates, base_updates = skipped.updates, runs.base.updates
@@ -288,9 +291,3 @@ def _find_moved(
     and x.shape[: len(shape)] == shape
   ]
   return np.any(_host_values.to_host(rows) or [np.ones(shape, bool)], axis=0)
-
-
-def _has_multi_steps(traced: _tracing.TracedFunction) -> bool:
-  """Return whether the loss-scale state is inside of one of `MultiSteps`."""
-  names = [traced.input_names[i] for i in traced.scale_indices]
-  return any("inner_opt_state" in _outputs.split_name(name) for name in names)
