@@ -13,7 +13,7 @@ effect, as an ``io_callback`` has. A Ref belongs to the program, since the
 tracer copies the Refs among its arguments, so each run may read and write it.
 """
 
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 import functools
 from typing import Any, NamedTuple
 
@@ -172,16 +172,11 @@ def make_compiler_options(inputs: Sequence[Any]) -> dict[str, Any]:
   return options
 
 
-def has_callback(
-  jaxpr: core.Jaxpr, names: Container[str] = ("io_callback",)
-) -> bool:
-  """Return whether a jaxpr calls a callback that returns something.
-
-  Args:
-    jaxpr: the jaxpr.
-    names: the primitives of the callbacks.
-  """
-  is_callback = lambda eqn: eqn.primitive.name in names and bool(eqn.outvars)
+def has_callback(jaxpr: core.Jaxpr) -> bool:
+  """Return whether a jaxpr calls an ``io_callback`` that returns something."""
+  is_callback = lambda eqn: (
+    eqn.primitive.name == "io_callback" and bool(eqn.outvars)
+  )
   return _walk.EqnSearch(is_callback, _eqns.subjaxprs).any_in_jaxpr(jaxpr)
 
 
