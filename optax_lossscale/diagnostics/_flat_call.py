@@ -38,8 +38,7 @@ class FlatCall:
   def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> None:
     self._num_args = len(args)
     self._kwarg_names = sorted(kwargs)  # in the order in which JAX flattens
-    names = _get_positional_names(fun, len(args))
-    self._names = [*names, *self._kwarg_names]
+    self._names = _get_positional_names(fun, len(args)) + self._kwarg_names
     arg_trees = [*args, *(kwargs[name] for name in self._kwarg_names)]
     self._flat_args = flat_args = self._flatten(arg_trees)
     self._leaf_indices = [

@@ -169,8 +169,10 @@ def _list_new_tags(
     if calls and tag.call not in calls:
       continue
     sources = sorted(arguments_by_tag.get(name, ()))
-    path = _find_path(sources, flow.in_loss, shapes, input_paths)
-    path = path or f"gradient {tag.leaf_index}"
+    path = (
+      _find_path(sources, flow.in_loss, shapes, input_paths)
+      or f"gradient {tag.leaf_index}"
+    )
     num_uses[tag.call, path] += 1
     if num_uses[tag.call, path] > 1:
       path += f" #{num_uses[tag.call, path]}"

@@ -188,8 +188,7 @@ def _set_explicit_mesh(
   """
   for array in arrays:
     mesh = getattr(getattr(array, "sharding", None), "mesh", None)
-    axis_types = getattr(mesh, "axis_types", ())
-    if jax.sharding.AxisType.Explicit in axis_types:
+    if jax.sharding.AxisType.Explicit in getattr(mesh, "axis_types", ()):
       return jax.set_mesh(mesh)
   return contextlib.nullcontext()
 
@@ -223,7 +222,11 @@ def trace(
   """
   hint = f" Write {caller}(fun, *args), not {caller}(fun(*args))."
   _checks.check_callable("fun", fun, hint=hint)
-  fun, args, kwargs = _unwrap_partials(fun, args, kwargs)
+  # Trainers bind their model with a partial, and Flax NNX changes the model in
+  # place, so bound arguments are checked like other arguments.
+  while isinstance(fun, functools.partial):
+    args, kwargs = (*fun.args, *args), {**fun.keywords, **kwargs}
+    fun = fun.func
   call = _flat_call.FlatCall(fun, args, kwargs)
   inputs, input_names = call.inputs, call.input_names
   _check_inputs(caller, input_names, inputs, allow_abstract)
@@ -263,20 +266,6 @@ def trace(
     step.flow,
     step.has_update,
   )
-
-
-def _unwrap_partials(
-  fun: Callable[..., Any], args: Any, kwargs: Any
-) -> tuple[Callable[..., Any], Any, Any]:
-  """Return the function inside of partials, and all of its arguments.
-
-  Trainers bind their model with a partial, and Flax NNX changes the model in
-  place, so bound arguments are checked like other arguments.
-  """
-  while isinstance(fun, functools.partial):
-    args, kwargs = (*fun.args, *args), {**fun.keywords, **kwargs}
-    fun = fun.func
-  return fun, args, kwargs
 
 
 def _trace_or_unwrap(

@@ -104,13 +104,16 @@ class FlopCount(_reports.PrintedReport):
       f"FLOPs of the matmuls of the optimizer: {self.optimizer_flops:.3g}, not"
       " counted below."
     )
-    title = f"FLOPs of matmuls and convolutions: {self.total_flops:.3g}"
     return "\n".join(
       [
         *self._format_conclusion(),
         *[optimizer_line] * bool(self.optimizer_flops),
         *(f"Not analyzed: {limitation}" for limitation in self.limitations),
-        *_reports.format_table(flops, 1, title=title),
+        *_reports.format_table(
+          flops,
+          1,
+          title=f"FLOPs of matmuls and convolutions: {self.total_flops:.3g}",
+        ),
         *_reports.format_table(
           unconverted,
           3,
