@@ -47,7 +47,6 @@ _NO_UPDATE_AFTER_OVERFLOW = _reports.Problem(
 # don't.
 _LOWER = 2.0**-8
 
-
 # No result is an optimizer state.
 NO_STATE = _reports.fill_in_names(_NOT_RETURNED, details="")
 
