@@ -9,7 +9,7 @@ power of two that is too large, only some do; with a smaller one, none do. The
 loss scale is an input, so nothing is compiled for it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from optax_lossscale.diagnostics import (
@@ -128,14 +128,7 @@ def check_wiring(
     findings.append(_scaling_mistakes.UPDATE_NOT_RUN)
   if not has_overflow and any(x.has_skipped for x in base.updates.values()):
     findings.append(_scaling_mistakes.NEEDLESS_SKIP)
-  scale_runs = _scaling_mistakes.ScaleRuns(
-    traced,
-    {} if comparison is None and has_overflow else scaled_grads.ratios,
-    comparison.run if comparison else lambda inputs: runs.run(inputs).outs,
-    comparison.outs if comparison else base.outs,
-    # Without a comparison, no half precision leads to a gradient.
-    is_exact=comparison is None or comparison.is_exact,
-  )
+  scale_runs = _make_scale_runs(search, comparison, scaled_grads.ratios)
   findings += scale_runs.check_invariance()
   # The mistakes above explain better what is wrong.
   if has_run and not _list_problems(findings):
@@ -154,6 +147,37 @@ def check_wiring(
     passed=passed,
     has_run=has_run or not base.updates,
     knows_scales=bool(scaled_grads.ratios) and scaled_grads.is_known,
+  )
+
+
+def _make_scale_runs(
+  search: _find_overflow.SearchResult,
+  comparison: _compare_runs.ComparisonResult | None,
+  ratios: Mapping[int, float],
+) -> _scaling_mistakes.ScaleRuns:
+  """Return runs with other loss scales, in float32 if the step has half.
+
+  Args:
+    search: the search for an overflow in the step.
+    comparison: its comparison with float32, if it was compared.
+    ratios: the gradients to judge: see :class:`_scaling_mistakes.ScaleRuns`.
+  """
+  runs = search.runs
+  if comparison is not None:
+    return _scaling_mistakes.ScaleRuns(
+      runs.traced,
+      ratios,
+      comparison.run,
+      comparison.outs,
+      is_exact=comparison.is_exact,
+    )
+  # Without a comparison, no half precision leads to a gradient.
+  return _scaling_mistakes.ScaleRuns(
+    runs.traced,
+    ratios if search.origin is None else {},
+    lambda inputs: runs.run(inputs).outs,
+    runs.base.outs,
+    is_exact=True,
   )
 
 
