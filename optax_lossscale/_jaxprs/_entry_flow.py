@@ -31,8 +31,8 @@ class EntryFlow(_walk.Dataflow):
 
   Args:
     closed_jaxpr: the program.
-    is_gradient: returns whether a tag marks a gradient. What a gradient depends
-      on is not followed.
+    is_gradient: returns whether a tag marks a gradient. The flow begins again
+      at a gradient: it ignores the sources of the gradient.
 
   Attributes:
     labels: what reaches each output.

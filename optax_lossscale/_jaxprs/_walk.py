@@ -20,7 +20,7 @@ from optax_lossscale._jaxprs import (
 
 # Returns the jaxprs of an equation that a traversal enters.
 SubjaxprsFn = Callable[[core.JaxprEqn], Iterable[_eqns.ClosedJaxpr]]
-# What reaches a value: sources of any class, such as arguments.
+# The sources that reach a value. They have any class, such as an argument.
 Labels = frozenset[Any]
 NOTHING = Labels()
 # The outputs of these are the outputs of their jaxprs, so an unused output of

@@ -132,9 +132,9 @@ def check_unused(
 
   Neither an unused one nor what follows from it by entries enters a function
   that is differentiated, such as the working copy of a master. Refs are not
-  followed, so a run with other values must confirm it. If the new value of an
-  array is not its sum with an update, such as an average of updates, nothing is
-  said of it.
+  followed, so a run with other values must confirm it. The check skips arrays
+  whose new value is not their sum with an update, such as an average of
+  updates.
 
   Args:
     runs: the runs of the step.

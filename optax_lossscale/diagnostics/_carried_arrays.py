@@ -96,8 +96,8 @@ class Carried(NamedTuple):
 def find_carried(run: _step_runs.Run) -> list[Carried]:
   """Find the float results of a step that replace arguments.
 
-  Of several candidates, the nearest value decides. An argument is replaced
-  once.
+  If a result has several candidates, it replaces the one with the nearest
+  value. An argument is replaced once.
 
   Args:
     run: a run of the step.

@@ -159,9 +159,10 @@ def _make_candidate_search(
 ) -> Callable[[int, Output], dict[Any, list[int]]]:
   """Return a function that finds the arguments that a result may replace.
 
-  They have the shape and the dtype of the result. The result is computed from
-  them by entries; or else they have the same last key. Of several, the longest
-  common end of the paths decides.
+  The arguments have the shape and the dtype of the result, and reach it entry
+  by entry. If none does, the arguments with the same last key are candidates. A
+  candidate is better if its path shares more of its last keys with the path of
+  the result.
 
   Args:
     jaxpr: the program.

@@ -161,7 +161,7 @@ def _combine_problems(
   # first if it is in the forward pass, and else if nothing explains it.
   if origin is None or (problems and (origin.backward or origin.in_autocast)):
     return problems
-  # What the user wrote in half precision overflows because of the origin.
+  # Layers that are cast by hand overflow as a consequence of the origin.
   others = [x for x in problems if x.keep_float32 or x.loss_scale]
   cause = origin.format_conclusion()
   if origin.inputs:

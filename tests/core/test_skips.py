@@ -1,6 +1,6 @@
 """A skipped step changes no bit, in no dtype, jitted or not.
 
-Of other optimizers, this is shown by test_optax_battery.py.
+test_optax_battery.py shows this for other optimizers.
 
 XLA reduces large arrays by other paths than small ones, and in other orders. It
 treats subnormal numbers as zero when it adds on CPU, whatever is added, and

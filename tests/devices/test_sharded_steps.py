@@ -86,7 +86,7 @@ def test_an_overflow_in_one_shard_of_one_param_skips_the_step_everywhere(
   if case == SKIPS[0]:  # In the others, JAX writes P("data") as another spec.
     assert step._cache_size() == 1
   sharding.assert_replicas_equal((applied, skipped))
-  # Sharded as it was, on both kinds of step.
+  # Both kinds of step keep the shardings.
   sharding.assert_shardings_equal(applied, start)
   sharding.assert_shardings_equal(skipped, start)
   assert_same_bits(skipped[0], applied[0])

@@ -97,7 +97,7 @@ WRAPPERS = {
     {"adam": ADAM, "sgd": SGD}, {"b": "adam", "v": "sgd", "w": "sgd"}
   ),
   "reduce_on_plateau": optax.chain(SGD, contrib.reduce_on_plateau(patience=1)),
-  # Of the extra arguments it takes none of the others'.
+  # As a plain transformation, it receives no extra arguments.
   "sam": optax.GradientTransformation(
     *contrib.sam(SGD, optax.sgd(0.05), sync_period=2)
   ),

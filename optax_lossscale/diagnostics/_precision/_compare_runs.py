@@ -277,7 +277,7 @@ class _MeasuredLayers(NamedTuple):
     rows: a row for each measured layer.
     row_effects: the effect of each: the error of all arrays together, followed
       by that of each array; float64[1 + arrays].
-    measure_without: runs all layers except those with some names in half
+    measure_without: takes names of layers, runs all other layers in half
       precision, and returns their effect; None if only the magnitudes of layers
       were measured.
   """
